@@ -1,0 +1,196 @@
+"""Trains the small GPT on English text: in one process, or on many ranks under torchrun.
+
+python examples/train.py
+torchrun --standalone --nproc-per-node 2 examples/train.py --strategy naive
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from options import World, check, fail, parse, world_from_environment
+from torch import Tensor, nn
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from pdt.comm import Link, init
+from pdt.model import GPT, PRESETS, TextData
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """What a strategy changes in the training loop."""
+
+    wrap: Callable[[nn.Module], nn.Module] = lambda model: model
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
+    after_backward: Callable[[nn.Module], None] = lambda model: None
+
+
+def broadcast_parameters(model: nn.Module) -> nn.Module:
+    """Every rank holds rank 0's parameters and buffers afterwards."""
+    for tensor in [*model.parameters(), *model.buffers()]:
+        dist.broadcast(tensor.detach(), src=0)
+    return model
+
+
+def average_gradients(model: nn.Module) -> None:
+    """Every rank holds the mean of all ranks' gradients afterwards: one all-reduce per parameter.
+
+    A rank without a gradient counts as zero; where no rank has one it stays None, so that weight
+    decay leaves the parameter alone. The ranks agree on this by one small all-reduce before.
+    """
+    params = [p for p in model.parameters() if p.requires_grad]  # a tied one comes once
+    if not params:
+        return
+    has_grad = torch.tensor([p.grad is not None for p in params], device=params[0].device).int()
+    dist.all_reduce(has_grad)
+    for param, count in zip(params, has_grad.tolist(), strict=True):
+        if count:
+            grad = torch.zeros_like(param) if param.grad is None else param.grad.contiguous()
+            grad /= dist.get_world_size()  # before the sum, which could overflow
+            dist.all_reduce(grad)
+            param.grad = grad
+
+
+STRATEGIES = {
+    "single": Strategy(),
+    "naive": Strategy(wrap=broadcast_parameters, after_backward=average_gradients),
+}
+
+
+@dataclass
+class Row:
+    """One step of the loss curve, the same on every rank; None where it was not measured."""
+
+    step: int
+    train_loss: float
+    validation_loss: float | None = None
+    tokens_per_s: float | None = None
+
+
+def load_data(args: argparse.Namespace) -> TextData:
+    """The text of this run, or one line that says what is wrong with it."""
+    try:
+        text = args.text.read_text(encoding="utf-8") if args.text else None
+        return TextData(PRESETS[args.preset].block_size, text, seed=args.seed)
+    except (OSError, RuntimeError, ValueError) as error:
+        fail(f"--text {args.text or 'not given'}: {error}")
+
+
+def connect(args: argparse.Namespace, world: World) -> None:
+    """Joins the process group, unless this process trains alone."""
+    if world.backend == "nccl":
+        torch.cuda.set_device(world.device)
+    if args.strategy == "single":
+        return
+    try:
+        link = None
+        if args.link_bandwidth is not None:
+            link = Link(args.link_latency or 0.0, args.link_bandwidth)
+        init(world.backend, link=link)
+    except ValueError as error:
+        fail(str(error))
+
+
+@torch.no_grad()
+def validate(model: nn.Module, data: TextData, world: World, batch_size: int) -> float:
+    """The mean loss over the validation split, each token counted once; the same on every rank."""
+    model.eval()
+    loss_and_count = torch.zeros(2, dtype=torch.float64, device=world.device)
+    for tokens, targets in data.validation_batches(world.rank, world.world_size, batch_size):
+        logits = model(tokens.to(world.device)).flatten(0, 1).double()
+        targets = targets.to(world.device).flatten()
+        loss_and_count[0] += F.cross_entropy(logits, targets, reduction="sum")
+        loss_and_count[1] += (targets != -100).sum()
+    model.train()
+    loss, count = world.sum(loss_and_count).tolist()
+    return loss / count
+
+
+def train(args: argparse.Namespace, data: TextData, world: World) -> list[Row]:
+    """Trains by the chosen strategy and returns the loss curve."""
+    from tqdm import tqdm
+
+    strategy = STRATEGIES[args.strategy]
+    gpt = GPT(PRESETS[args.preset], seed=args.seed)
+    model = strategy.wrap(gpt.to(world.device, getattr(torch, args.dtype)))
+    optimizer = strategy.optimizer(model.parameters(), lr=args.lr)
+    rows: list[Row] = []
+    losses: list[Tensor] = []
+    start_s = time.perf_counter()
+    for step in (bar := tqdm(range(1, args.steps + 1), unit="step", disable=world.rank != 0)):
+        batch = data.batch(step - 1, world.rank, world.world_size, args.batch_size)
+        tokens, targets = (part.to(world.device) for part in batch)
+        optimizer.zero_grad()
+        loss = model(tokens, targets)
+        loss.backward()
+        strategy.after_backward(model)
+        optimizer.step()
+        losses.append(loss.detach())
+        if step % args.eval_every == 0 or step == args.steps:  # nothing else waits for the device
+            means = (world.sum(torch.stack(losses)) / world.world_size).tolist()
+            tokens_per_s = len(losses) * args.batch_size * data.block_size
+            tokens_per_s /= time.perf_counter() - start_s
+            rows += [Row(len(rows) + i, mean) for i, mean in enumerate(means, start=1)]
+            rows[-1].tokens_per_s = tokens_per_s
+            rows[-1].validation_loss = validate(model, data, world, args.batch_size)
+            bar.set_postfix(loss=means[-1], validation=rows[-1].validation_loss)
+            losses.clear()
+            start_s = time.perf_counter()
+    return rows
+
+
+def save(rows: list[Row], title: str, out: Path) -> None:
+    """Writes the loss curve as `loss.csv` and `loss.png`."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    with (out / "loss.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(vars(rows[0])))
+        writer.writeheader()
+        writer.writerows(vars(row) for row in rows)
+    validated = [(r.step, r.validation_loss) for r in rows if r.validation_loss is not None]
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    axes.plot([r.step for r in rows], [r.train_loss for r in rows], label="training")
+    axes.plot(*zip(*validated, strict=True), "o--k", label="validation")
+    axes.set(xlabel="step", ylabel="loss (nats per byte)", title=title)
+    axes.legend(frameon=False)
+    figure.savefig(out / "loss.png", dpi=120)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse(STRATEGIES, argv)
+    world = world_from_environment(args.backend)
+    check(args, world)
+    data = load_data(args)
+    connect(args, world)
+    rows = train(args, data, world)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if world.rank == 0:
+        ranks = "1 rank" if world.world_size == 1 else f"{world.world_size} ranks"
+        title = f"{args.strategy} on {ranks} ({world.device.type}), {len(rows)} steps"
+        save(rows, title, args.out)
+        print(
+            f"{title}: loss {rows[-1].train_loss:.3f}, validation {rows[-1].validation_loss:.3f}, "
+            f"{rows[-1].tokens_per_s:,.0f} tokens/s; curve in {args.out}"
+        )
+
+
+if __name__ == "__main__":
+    try:
+        record(
+            main
+        )()  # torchrun's closing report shows the traceback of the rank that failed first
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,149 @@
+"""Who waits for whom: reads the ranks' recorders and says which call is missing. Pure."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pdt.comm.record import Record
+from pdt.measure.table import text_table
+
+
+@dataclass
+class RankState:
+    """What one rank says of itself: its last calls, those not ended, its main thread's stack."""
+
+    recent: list[Record]
+    pending: list[Record]
+    stack: list[str]
+    calls: dict[tuple[str, str, int | None], int] = field(default_factory=dict)
+    returned: bool = False
+
+    @property
+    def waits_in(self) -> Record | None:
+        """The call whose end the rank sits and waits for; None while it computes."""
+        return next((record for record in self.pending if record.waiting), None)
+
+    def has_called(self, wanted: Record, caller: int) -> bool:
+        """Whether this rank has made the call that `wanted`, a call of rank `caller`, needs from it."""
+        if wanted.op in ("send", "recv"):
+            return self._messages(wanted, caller) >= wanted.seq
+        own = next((r for r in self.recent if r.stream == wanted.stream and r.seq == wanted.seq), None)
+        if own is None:
+            return self.calls.get(wanted.stream, 0) > wanted.seq
+        return own.op == wanted.op
+
+    def _messages(self, wanted: Record, caller: int) -> int:
+        """How many calls this rank has made for the other end of the caller's sends or receives."""
+        mirror = "recv" if wanted.op == "send" else "send"
+        return sum(self.calls.get((wanted.group, mirror, peer), 0) for peer in (caller, None))
+
+
+States = Mapping[int, RankState | None]  # by rank; None: it does not answer
+
+
+def missing(rank: int, states: States) -> list[int]:
+    """The ranks that have not made the call which `rank` waits in."""
+    state = states[rank]
+    wanted = state.waits_in if state else None
+    if wanted is None:
+        return []
+    if _is_message(wanted):
+        needed = [wanted.peer] if wanted.peer is not None else []
+    else:
+        needed = [*wanted.ranks]
+    return [
+        peer
+        for peer in needed
+        if peer != rank and (other := states[peer]) is not None and not other.has_called(wanted, rank)
+    ]
+
+
+def deadlocked(states: States) -> bool:
+    """True when no rank can go on: each one still at work waits for a call that nobody will make.
+
+    A rank that computes, or that does not answer, may yet make it; then this is False.
+    """
+    at_work = [rank for rank, state in states.items() if state is None or not state.returned]
+    return bool(at_work) and all(missing(rank, states) for rank in at_work)
+
+
+def _is_message(record: Record) -> bool:
+    return record.op in ("send", "recv")
+
+
+def verdict(states: States) -> list[str]:
+    """One sentence per call that is waited in and not made."""
+    waits: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    for rank, state in states.items():
+        if state and (absent := missing(rank, states)):
+            assert state.waits_in is not None
+            waits.setdefault((state.waits_in.label, tuple(absent)), []).append(rank)
+    return [_sentence(label, absent, waiting, states) for (label, absent), waiting in waits.items()]
+
+
+def _sentence(label: str, absent: tuple[int, ...], waiting: list[int], states: States) -> str:
+    who = f"rank {waiting[0]} waits" if len(waiting) == 1 else f"ranks {_join(waiting)} wait"
+    instead = ", ".join(f"rank {rank} {_instead(states[rank])}" for rank in absent)
+    return f"{who} in {label}: {instead}"
+
+
+def _instead(state: RankState | None) -> str:
+    if state is None:
+        return "does not answer"
+    if state.returned:
+        return "has returned without making that call"
+    if state.waits_in is not None:
+        return f"waits in {state.waits_in.label}"
+    return "has not made that call"
+
+
+def _join(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def table(states: States) -> str:
+    """Rank, number of calls, the call it waits in with shape and peers, and for how long."""
+    return text_table(
+        ("rank", "calls", "is", "shape", "with ranks", "for"),
+        [_row(rank, state) for rank, state in sorted(states.items())],
+    )
+
+
+def _row(rank: int, state: RankState | None) -> tuple:
+    if state is None:
+        return rank, "?", "not answering (stopped, or busy in C code)", "", "", ""
+    calls = sum(state.calls.values())
+    record = state.waits_in
+    if record is None:
+        return rank, calls, "returned" if state.returned else _place(state), "", "", ""
+    peers = [record.peer] if _is_message(record) else [r for r in record.ranks if r != rank]
+    shape = f"{record.shape} {record.dtype}" if record.dtype else ""
+    waited_s = time.perf_counter() - record.start_s
+    return rank, calls, f"in {record.label}", shape, _join(peers), f"{waited_s:.1f} s"
+
+
+def _place(state: RankState) -> str:
+    """`running` and the innermost line of the learner's own code."""
+    lines = learners_lines(state.stack)
+    return f"running {lines[-1].strip().splitlines()[0]}" if lines else "running"
+
+
+def places(states: States) -> list[str]:
+    """Where in the learner's code the ranks are that still run, ranks at one place together."""
+    at: dict[str, list[int]] = {}
+    for rank, state in sorted(states.items()):
+        if state and not state.returned and (lines := learners_lines(state.stack)):
+            at.setdefault("".join(lines[-3:]).rstrip(), []).append(rank)
+    return [f"{_ranks(ranks)} at\n{place}" for place, ranks in at.items()]
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {_join(ranks)} are"
+
+
+def learners_lines(stack: list[str]) -> list[str]:
+    """The stack without the frames of this package's worker and of torch."""
+    hidden = ("/pdt/ranks/", "/pdt/comm/", "/torch/", "<string>", "/threading.py")
+    return [line for line in stack if not any(part in line.split("\n")[0] for part in hidden)]

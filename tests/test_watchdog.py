@@ -1,0 +1,82 @@
+"""The watchdog tells a deadlock from work, and says who waits for whom."""
+
+from __future__ import annotations
+
+from pdt.comm.record import Record
+from pdt.ranks import watchdog
+from pdt.ranks.watchdog import RankState
+
+WORLD = (0, 1, 2)
+
+
+def record(op: str, seq: int, peer: int | None = None, *, waiting: bool = True) -> Record:
+    return Record(op, 12, 12.0, "0", WORLD, seq, (3,), "float32", peer, 0.0, waiting=waiting)
+
+
+def state(*records: Record, returned: bool = False) -> RankState:
+    pending = [r for r in records if r.waiting]
+    calls: dict = {}
+    for r in records:
+        calls[r.stream] = max(calls.get(r.stream, 0), r.seq)
+    return RankState(list(records), pending, [], calls, returned)
+
+
+def test_ranks_in_one_collective_are_not_deadlocked():
+    states = {rank: state(record("all_reduce", 1)) for rank in WORLD}
+    assert not watchdog.deadlocked(states)
+    assert watchdog.verdict(states) == []
+
+
+def test_a_missing_call_is_a_deadlock_once_the_rank_has_returned():
+    waiting = state(record("all_reduce", 3))
+    behind = state(record("all_reduce", 2, waiting=False))
+    assert not watchdog.deadlocked({0: waiting, 1: behind, 2: waiting})
+    behind.returned = True
+    states = {0: waiting, 1: behind, 2: waiting}
+    assert watchdog.deadlocked(states)
+    assert watchdog.verdict(states) == [
+        "ranks 0, 2 wait in all_reduce #3: rank 1 has returned without making that call"
+    ]
+
+
+def test_two_different_collectives_at_one_place_are_a_deadlock():
+    states = {0: state(record("all_reduce", 1)), 1: state(record("broadcast", 1)), 2: state()}
+    states[2].returned = True
+    assert watchdog.deadlocked(states)
+    assert any("rank 1 waits in broadcast #1" in line for line in watchdog.verdict(states))
+
+
+def test_a_ring_of_sends_is_a_deadlock():
+    states = {rank: state(record("send", 1, (rank + 1) % 3)) for rank in WORLD}
+    assert watchdog.deadlocked(states)
+    assert len(watchdog.verdict(states)) == 3
+
+
+def test_a_send_whose_receive_is_posted_is_no_deadlock():
+    states = {
+        0: state(record("send", 1, 1)),
+        1: state(record("recv", 1, 0)),
+        2: state(returned=True),
+    }
+    assert not watchdog.deadlocked(states)
+
+
+def test_a_receive_from_any_source_counts_for_the_sender():
+    states = {
+        0: state(record("send", 1, 1)),
+        1: state(record("recv", 1, None)),
+        2: state(returned=True),
+    }
+    assert watchdog.missing(0, states) == []
+
+
+def test_a_rank_that_does_not_answer_may_still_make_its_call():
+    states = {0: state(record("all_reduce", 1)), 1: None, 2: state(record("all_reduce", 1))}
+    assert not watchdog.deadlocked(states)
+    assert "not answering" in watchdog.table(states)
+
+
+def test_a_call_that_fell_out_of_the_record_counts_as_made():
+    ahead = state(record("all_reduce", 900, waiting=False))
+    assert ahead.has_called(record("all_reduce", 3), caller=0)
+    assert not ahead.has_called(record("all_reduce", 901), caller=0)

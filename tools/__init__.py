@@ -1,0 +1,1 @@
+"""What keeps the notebooks in order: run and normalise them, generate the exercises, check both."""
