@@ -10,7 +10,6 @@ import argparse
 import csv
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,47 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from pdt.comm import Link, init
 from pdt.model import GPT, PRESETS, TextData
-
-
-@dataclass(frozen=True)
-class Strategy:
-    """What a strategy changes in the training loop."""
-
-    wrap: Callable[[nn.Module], nn.Module] = lambda model: model
-    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
-    after_backward: Callable[[nn.Module], None] = lambda model: None
-
-
-def broadcast_parameters(model: nn.Module) -> nn.Module:
-    """Every rank holds rank 0's parameters and buffers afterwards."""
-    for tensor in [*model.parameters(), *model.buffers()]:
-        dist.broadcast(tensor.detach(), src=0)
-    return model
-
-
-def average_gradients(model: nn.Module) -> None:
-    """Every rank holds the mean of all ranks' gradients afterwards: one all-reduce per parameter.
-
-    A rank without a gradient counts as zero; where no rank has one it stays None, so that weight
-    decay leaves the parameter alone. The ranks agree on this by one small all-reduce before.
-    """
-    params = [p for p in model.parameters() if p.requires_grad]  # a tied one comes once
-    if not params:
-        return
-    has_grad = torch.tensor([p.grad is not None for p in params], device=params[0].device).int()
-    dist.all_reduce(has_grad)
-    for param, count in zip(params, has_grad.tolist(), strict=True):
-        if count:
-            grad = torch.zeros_like(param) if param.grad is None else param.grad.contiguous()
-            grad /= dist.get_world_size()  # before the sum, which could overflow
-            dist.all_reduce(grad)
-            param.grad = grad
-
-
-STRATEGIES = {
-    "single": Strategy(),
-    "naive": Strategy(wrap=broadcast_parameters, after_backward=average_gradients),
-}
+from pdt.strategies import STRATEGIES
 
 
 @dataclass
@@ -135,7 +94,7 @@ def train(args: argparse.Namespace, data: TextData, world: World) -> list[Row]:
         strategy.after_backward(model)
         optimizer.step()
         losses.append(loss.detach())
-        if step % args.eval_every == 0 or step == args.steps:  # nothing else waits for the device
+        if step % args.eval_every == 0 or step == args.steps:  # losses wait on the device
             means = (world.sum(torch.stack(losses)) / world.world_size).tolist()
             tokens_per_s = len(losses) * args.batch_size * data.block_size
             tokens_per_s /= time.perf_counter() - start_s
@@ -189,8 +148,6 @@ def main(argv: list[str] | None = None) -> None:
 
 if __name__ == "__main__":
     try:
-        record(
-            main
-        )()  # torchrun's closing report shows the traceback of the rank that failed first
+        record(main)()  # torchrun's closing report then shows the first failed rank's traceback
     except KeyboardInterrupt:
         sys.exit(130)

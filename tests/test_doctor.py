@@ -1,4 +1,4 @@
-"""pdt.ranks.doctor: each thing is looked for, and what is missing comes with its cost and its fix."""
+"""pdt.ranks.doctor: what is missing comes with its cost and its fix."""
 
 from __future__ import annotations
 

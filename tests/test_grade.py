@@ -295,7 +295,8 @@ BAD = {
 
 def test_the_right_answer_passes_and_its_report_is_the_same_for_every_seed(session):
     report = verdict_on(right, session)
-    assert report.passed and report.points == 2, report.text()
+    assert report.passed, report.text()
+    assert report.points == 2
     other = judge_submission("00_x.total", TOTAL, Submission.of(right), session)
     assert other.text() == report.text()
     assert other.seed != report.seed
@@ -495,9 +496,9 @@ def test_mutants_travel_whole():
 def test_grading_is_quick(session):
     verdict_on(right, session)
     start_s = time.perf_counter()
-    for _ in range(20):
+    for _ in range(5):
         session.run(TOTAL, Submission.of(right), _trials(Dice(1)))
-    each_s = (time.perf_counter() - start_s) / 20
+    each_s = (time.perf_counter() - start_s) / 5
     start_s = time.perf_counter()
     with Session() as fresh:
         fresh.run(TOTAL, Submission.of(right), _trials(Dice(1)))

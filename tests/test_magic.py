@@ -68,7 +68,9 @@ def test_a_syntax_error_is_the_rank_s_error(shell, ranks):
 
 
 def test_a_missing_pool_says_how_to_make_one(shell):
-    with pytest.raises(UsageError, match=r"'nobody' is not defined: make one by nobody = pdt\.Ranks"):
+    with pytest.raises(
+        UsageError, match=r"'nobody' is not defined: make one by nobody = pdt\.Ranks"
+    ):
         shell.run_cell_magic("ranks", "nobody", "1")
     shell.user_ns["ranks"] = 3
     with pytest.raises(UsageError, match="'ranks' is a int"):

@@ -185,6 +185,36 @@ def test_buckets_of_torch_ddp_are_found(one_rank, as_views):
         assert live["activations"] == 0
 
 
+def test_states_of_torch_zero_redundancy_optimizer_are_found(one_rank):
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = mlp()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
+    with Ledger(model, optimizer) as ledger:
+        model(torch.zeros(2, 8)).sum().backward()
+        optimizer.step()
+    psi, count = nbytes(*model.parameters()), len(list(model.parameters()))
+    assert ledger.live()["optimizer states"] == 2 * psi + 4 * count
+
+
+def test_a_communication_hook_can_tag_the_buckets_of_an_older_ddp(one_rank):
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    model = mlp()
+    ddp = nn.parallel.DistributedDataParallel(model)
+    ledger = Ledger(ddp)
+
+    def tagging(state, bucket):
+        ledger.tag(bucket.buffer(), "buckets")
+        return allreduce_hook(state, bucket)
+
+    ddp.register_comm_hook(None, tagging)
+    with ledger:
+        ddp(torch.zeros(2, 8)).sum().backward()
+    psi = nbytes(*model.parameters())
+    assert ledger.live()["buckets"] == ledger.live()["gradients"] == psi
+
+
 def test_sharded_parameters_and_gradients_of_fsdp2_are_found(one_rank):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -327,11 +357,11 @@ def test_everything_is_put_back_after_an_exception():
     optimizer = torch.optim.SGD(model.parameters())
     resize, enter = torch.UntypedStorage.resize_, saved_tensors_hooks.__enter__
     ledger = Ledger(model, optimizer)
-    x, out = torch.zeros(2, 8), None
+    x = torch.zeros(2, 8)
+    kept = []
 
     def fail():
-        nonlocal out
-        out = model(x)
+        kept.append(model(x))
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError), ledger:
@@ -343,9 +373,8 @@ def test_everything_is_put_back_after_an_exception():
     assert not optimizer._optimizer_step_pre_hooks
     assert not optimizer._optimizer_step_post_hooks
     before = ledger.live(), ledger.peak(), len(ledger.timeline)
-    out.sum().backward()
+    kept.pop().sum().backward()
     x.untyped_storage().resize_(0)
-    del x, out
     assert (ledger.live(), ledger.peak(), len(ledger.timeline)) == before
     assert before[0]["activations"] > 0
 

@@ -166,7 +166,9 @@ def test_a_world_size_that_is_no_int_is_refused(world_size):
 
 def test_more_ranks_than_the_memory_carries_are_refused_before_they_start(monkeypatch):
     monkeypatch.setattr(capacity, "available_nbytes", lambda: 2**30)
-    with pytest.raises(ValueError, match=r"100 ranks need about 7\.0 GB and 1\.1 GB are free.* 12$"):
+    with pytest.raises(
+        ValueError, match=r"100 ranks need about 7\.0 GB and 1\.1 GB are free.* 12$"
+    ):
         Ranks(100)
 
 
@@ -196,7 +198,9 @@ def test_bad_options_are_named(kwargs, message):
 
 @pytest.mark.skipif(torch.cuda.device_count() >= 2, reason="this machine has the GPUs")
 def test_nccl_without_enough_gpus_says_what_to_do():
-    with pytest.raises(ValueError, match="NCCL needs a GPU for each of the 2 ranks.*backend='gloo'"):
+    with pytest.raises(
+        ValueError, match=r"NCCL needs a GPU for each of the 2 ranks.*backend='gloo'"
+    ):
         Ranks(2, backend="nccl")
 
 
@@ -217,7 +221,7 @@ def test_what_cannot_be_sent_is_named_and_the_ranks_live_on(pool):
 def test_a_result_that_cannot_be_sent_is_named_and_the_ranks_live_on(pool, tmp_path):
     pids = pool(2).run(os.getpid)
     with pytest.raises(RankError, match="cannot send back its result") as caught:
-        pool(2).run(lambda: open(tmp_path / str(dist.get_rank()), "w"))
+        pool(2).run(lambda: (tmp_path / str(dist.get_rank())).open("w"))
     assert caught.value.kind == "result"
     assert "TextIOWrapper" in caught.value.text
     assert pool(2).run(os.getpid) == pids

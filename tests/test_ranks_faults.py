@@ -59,7 +59,7 @@ def test_the_earliest_exception_is_the_root_cause(ranks):
 def test_a_chained_cause_is_shown(ranks):
     def fn():
         try:
-            {}["key"]  # noqa: B018
+            {}["key"]
         except KeyError as error:
             raise RuntimeError("outer") from error
 

@@ -162,7 +162,7 @@ def test_closing_leaves_no_descriptor_and_no_process():
 
 @linux
 def test_the_server_has_one_thread_so_forking_it_is_safe():
-    process, pids = parent("print(len(os.listdir(f'/proc/{fork_server()._process.pid}/task')))")
+    process, _ = parent("print(len(os.listdir(f'/proc/{fork_server()._process.pid}/task')))")
     assert rest(process) == ("1\n", "")
 
 

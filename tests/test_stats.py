@@ -4,7 +4,7 @@ import math
 import statistics
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdt.measure import stats
@@ -12,6 +12,7 @@ from pdt.measure import stats
 numbers = st.floats(-1e6, 1e6)
 
 
+@settings(deadline=None)
 @given(st.lists(numbers, min_size=1, max_size=20), st.floats(0, 1))
 def test_quantiles_lie_within_the_values_and_agree_with_the_library(values, part):
     assert min(values) <= stats.quantile(values, part) <= max(values)
@@ -32,6 +33,7 @@ def test_a_summary_shows_median_and_spread():
     assert stats.summary([0.0]).spread == 0
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(1, 2), min_size=3, max_size=9), st.floats(0.5, 2))
 def test_a_ratio_of_pairs_is_blind_to_a_slow_moment(base, ratio):
     slow = [value * (100 if i % 2 else 1) for i, value in enumerate(base)]

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -26,6 +26,7 @@ def cells(some):
     return {cell for start, end in some for cell in range(start, end)}
 
 
+@settings(deadline=None)
 @given(pieces, pieces)
 def test_interval_arithmetic_is_that_of_sets(a, b):
     assert cells(intervals.union(a)) == cells(a)
@@ -41,6 +42,7 @@ def test_interval_arithmetic_is_that_of_sets(a, b):
         assert all(left[1] < right[0] for left, right in pairwise(result))
 
 
+@settings(deadline=None)
 @given(pieces, st.booleans())
 def test_spans_of_one_track_are_disjoint_or_nested(a, nest):
     numbers = intervals.tracks(a, nest=nest)
@@ -66,6 +68,7 @@ spans = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(st.lists(spans, max_size=12))
 def test_overlap_and_exposed_split_the_communication(some):
     timeline = Timeline(some)
@@ -77,6 +80,7 @@ def test_overlap_and_exposed_split_the_communication(some):
         assert overlap[rank] <= compute[rank]
 
 
+@settings(deadline=None)
 @given(st.lists(spans, max_size=12))
 def test_saved_traces_load_and_slices_nest(some):
     with tempfile.TemporaryDirectory() as folder:
@@ -206,8 +210,9 @@ def test_modules_show_their_own_forward_and_backward():
     forward, backward = durations(timeline, "forward"), durations(timeline, "backward")
     assert list(forward) == ["0", "1", "2"]
     assert set(backward) == {"0", "1", "2"}
-    assert 0.02 <= forward["0"] < forward["2"]
-    assert 0.04 <= backward["0"] < backward["2"]
+    assert forward["0"] >= 0.02  # a sleep is never shorter than asked
+    assert forward["2"] >= 0.04
+    assert backward["0"] >= 0.04
     assert backward["2"] >= 0.08
     ends = {(s.name, s.kind): (s.start_s, s.end_s) for s in timeline.spans}
     order = [("0", "forward"), ("1", "forward"), ("2", "forward")]
@@ -231,8 +236,8 @@ def test_a_residual_around_a_module_does_not_stretch_its_backward():
     with module_spans(model) as timeline:
         model(torch.ones(3)).sum().backward()
     backward = durations(timeline, "backward")
-    assert backward["inner"] < 0.05
     assert backward["outer"] >= 0.1
+    assert backward["inner"] < backward["outer"] / 2
 
 
 def test_every_call_and_every_backward_has_its_span():

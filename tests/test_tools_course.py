@@ -12,6 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -59,7 +60,7 @@ def test_a_lesson_that_does_not_exist_is_refused() -> None:
 
 
 @pytest.fixture
-def server() -> subprocess.Popen[str]:
+def server() -> Iterator[subprocess.Popen[str]]:
     """The course, started without a display; ended with the test."""
     environment = {name: value for name, value in os.environ.items() if "DISPLAY" not in name}
     process = subprocess.Popen(
@@ -93,20 +94,16 @@ def get(address: str, deadline: float) -> str:
 @pytest.mark.slow
 def test_without_a_display_the_printed_address_answers(server: subprocess.Popen[str]) -> None:
     assert server.stdout is not None
-    lines = iter(server.stdout.readline, "")
-    found = next(
-        match for line in lines if (match := re.search(r"(http://\S+)\?token=(\w+)", line))
-    )
-    page, token = found.groups()
+    links = (re.search(r"(http://\S+)\?token=(\w+)", line) for line in server.stdout)
+    page, token = next(link.groups() for link in links if link)
     start = page.split("/lab/")[0]
     deadline = time.monotonic() + 60
-    lesson = json.loads(
-        get(f"{start}/api/contents/notebooks/00_ranks.ipynb?token={token}", deadline)
-    )
+    file = f"{start}/api/contents/notebooks/00_ranks.ipynb"
+    lesson = json.loads(get(f"{file}?token={token}", deadline))
     assert lesson["type"] == "notebook"
     assert "JupyterLab" in get(f"{page}?token={token}", deadline)
     with pytest.raises(urllib.error.HTTPError):  # nobody enters without the token
-        get(f"{start}/api/contents/notebooks", deadline)
+        get(file, deadline)
 
 
 def test_only_files_with_gpu_tests_are_collected(tmp_path: Path) -> None:

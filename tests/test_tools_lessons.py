@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,10 @@ TWIN = '''def ring(x, group=None):
 def course(root: Path, cell: str) -> Path:
     (root / "pdt").mkdir()
     (root / "notebooks").mkdir()
-    (root / "pdt/ring.py").write_text("import os\n\n\n" + TWIN + "\n\ndef main():\n    pass\n")
+    (root / "pdt/ring.py").write_text("import os\n\n\n" + TWIN + "\n\ndef _own():\n    pass\n")
+    (root / "pdt/ranks").mkdir()
+    (root / "pdt/ranks/__init__.py").write_text('__all__ = ["Ranks"]\n')
+    (root / "pdt/ranks/pool.py").write_text("class Ranks: ...\ndef start(): ...\n")
     notebook = v4.new_notebook(cells=[v4.new_markdown_cell("t"), v4.new_code_cell(cell)])
     nbformat.write(notebook, root / "notebooks/02_x.ipynb")
     return root
@@ -124,7 +128,8 @@ def course(root: Path, cell: str) -> Path:
         "%%ranks\n" + TWIN,
         "%matplotlib inline\n" + TWIN,
         "class NaiveRing:\n    pass",
-        "def main():\n    return 3",
+        "def _own():\n    return 3",
+        "def start():\n    return 3",
         "%%bash\ndef ring( this is no Python",
     ],
 )
@@ -139,6 +144,7 @@ def test_the_same_definition_or_another_name_passes(tmp_path: Path, cell: str) -
         TWIN.replace("group=None", "group"),
         "%%ranks\n" + TWIN.replace("x + 1", "x"),
         "class ring:\n    pass",
+        "class Ranks:\n    pass",
     ],
 )
 def test_a_name_of_the_package_means_that_very_thing(
@@ -146,7 +152,7 @@ def test_a_name_of_the_package_means_that_very_thing(
 ) -> None:
     assert names.main([], course(tmp_path, cell)) == 1
     out = capsys.readouterr().out
-    assert "02_x.ipynb, code cell 1: ring is not the one of pdt/ring.py" in out
+    assert re.search(r"02_x.ipynb, code cell 1: (ring|Ranks) is not the one of pdt/r\w+", out)
 
 
 def test_a_cell_that_is_no_python_is_named(

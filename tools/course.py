@@ -61,15 +61,17 @@ def main(argv: list[str] | None = None) -> int:
         notebook = find([parser.parse_args(argv).lesson])[0]
     except ValueError as error:
         parser.error(str(error))
-    relative = os.path.relpath(notebook, ROOT)
+    relative = Path(os.path.relpath(notebook, ROOT)).as_posix()
     port, token = free_port(), secrets.token_hex(16)
-    command = [sys.executable, "-m", "jupyterlab", relative, "--ServerApp.ip=127.0.0.1"]
+    # The address, not the notebook as an argument: that would hide the folders beside it.
+    command = [sys.executable, "-m", "jupyterlab", f"--LabApp.default_url=/lab/tree/{relative}"]
+    command += [f"--ServerApp.root_dir={ROOT}", "--ServerApp.ip=127.0.0.1"]
     command += [f"--ServerApp.port={port}", "--ServerApp.port_retries=0"]
     if hasattr(os, "geteuid") and os.geteuid() == 0:
         command.append("--allow-root")
     if not has_display(os.environ, sys.platform):
         command.append("--no-browser")
-        print(directions(port, token, Path(relative).as_posix(), os.environ), flush=True)
+        print(directions(port, token, relative, os.environ), flush=True)
     # By the environment, so that the token does not stand in the list of processes.
     environment = {**os.environ, "JUPYTER_TOKEN": token, "JUPYTER_PREFER_ENV_PATH": "1"}
     os.chdir(ROOT)

@@ -19,6 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 STAMP = "pdt-setup.txt"  # in the environment, written last
 LOOK = "import torch, cloudpickle, pdt; print(pdt.__file__)"
+MAKE = [sys.executable, "-m", "venv"]
 PYTORCH_INDEX = "https://download.pytorch.org/whl/"
 
 
@@ -98,7 +99,7 @@ def create(venv: Path) -> None:
         if parts and not parts & {"pyvenv.cfg", "bin", "Scripts", "lib"}:
             raise SetupError(f"{venv} is no environment: move it away, or name another by VENV=")
         shutil.rmtree(venv)
-    done = subprocess.run([sys.executable, "-m", "venv", venv])
+    done = subprocess.run([*MAKE, str(venv)])
     if done.returncode != 0:
         raise SetupError(
             f"{sys.executable} cannot make environments (on Debian and Ubuntu: apt install "

@@ -115,7 +115,9 @@ def main(argv: list[str] | None = None, root: Path = ROOT) -> int:
     every = sorted((root / "solutions").glob("*.ipynb"))
     paths = [path for path in every if not options.numbers or path.name[:2] in chosen]
     if not paths:
-        parser.error(f"no solution {' '.join(options.numbers)} in {root / 'solutions'}")
+        parser.error(
+            f"no solution of lesson {', '.join(options.numbers) or 'NN'} in {root}/solutions"
+        )
     wrong = [_one(path, root, options) for path in paths].count(False)
     wrong += _left_over(every, root) if not options.numbers else 0
     return 1 if wrong else 0

@@ -1,5 +1,8 @@
 """Hold notebooks and package together: a definition in a notebook that bears the name of one in
 `pdt` must be the same, docstrings aside. A simpler one takes a name of its own (`NaiveDDP`).
+
+Lessons build what stands in the other folders; of the tools in TOOLS, only what their folder hands
+out is meant, since a learner cannot know the names inside.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import nbformat
 from tools.normalise import ROOT
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-FREE = {"main"}  # every script has one
+TOOLS = ("ranks", "measure", "grade", "tour", "strategies", "__main__")
 
 
 def definitions(source: str) -> dict[str, Definition]:
@@ -25,12 +28,25 @@ def definitions(source: str) -> dict[str, Definition]:
 
 
 def package_definitions(folder: Path) -> dict[str, dict[str, Definition]]:
-    """By name: the definitions of the package, by the path of the file that holds each."""
+    """By name: the public definitions of the package, by the path of the file that holds each."""
     found: dict[str, dict[str, Definition]] = {}
     for path in sorted(folder.rglob("*.py")):
+        part = path.relative_to(folder).with_suffix("").parts[0]
+        handed_out = exports(folder / part / "__init__.py") if part in TOOLS else None
         for name, node in definitions(path.read_text(encoding="utf-8")).items():
-            found.setdefault(name, {})[str(path.relative_to(folder.parent))] = node
-    return {name: nodes for name, nodes in found.items() if name not in FREE}
+            if name in handed_out if handed_out is not None else not name.startswith("_"):
+                found.setdefault(name, {})[str(path.relative_to(folder.parent))] = node
+    return found
+
+
+def exports(init: Path) -> set[str]:
+    """What `__all__` of this file lists; nothing when there is no such file or list."""
+    if not init.exists():
+        return set()
+    for node in ast.parse(init.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return set(ast.literal_eval(node.value))
+    return set()
 
 
 def plain(cell_source: str) -> str:

@@ -12,7 +12,7 @@ from pdt.comm.cost import Link
 from pdt.comm.link import Port, Wire
 from pdt.comm.meter import MeterGroup
 from pdt.comm.record import Recorder
-
+from pdt.comm.shm import ShmGroup
 
 BACKENDS = ("gloo", "nccl", "shm")
 
@@ -65,8 +65,6 @@ def _of_this_rank(link: Link | None) -> tuple[Recorder, Port | None]:
 
 def _inner(backend: str, store: dist.Store, rank: int, size: int, options: Any) -> Any:
     if backend == "shm":
-        from pdt.comm.shm import ShmGroup
-
         return ShmGroup(store, rank, size, options.timeout)
     group = dist.ProcessGroup(store, rank, size)
     if backend == "gloo":

@@ -2,7 +2,7 @@
 
 The real transfer runs underneath; its work is held back by a sleeping thread until the alpha-beta
 law of `pdt.comm.cost` says the last byte has arrived, so waiting uses no core and the overlap that
-a program achieves is real. The model holds as long as the modelled wire is slower than the real one.
+a program achieves is real. The model holds while the modelled wire is slower than the real one.
 
 A rank has one port with two directions. Its transfers share them in the order of the calls: a
 collective takes both from the moment that all its ranks have called and have a free port; a message
@@ -101,7 +101,7 @@ class Clock:
     def __init__(self, store: dist.Store, rank: int, size: int, timeout_s: float) -> None:
         nbytes = (1 + size) * SLOTS * 16
         segments = exchange(store, "pdt-link", rank, size, nbytes, timeout_s)
-        self._views = [memoryview(segment.buffer).cast("B").cast("d") for segment in segments]
+        self._views = [memoryview(s.buffer or b"").cast("B").cast("d") for s in segments]
         self._rank, self._timeout_s = rank, timeout_s
 
     def tell(self, stream: int, count: int, at_s: float) -> None:

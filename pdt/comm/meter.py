@@ -83,7 +83,7 @@ class MeterGroup(dist.ProcessGroup):
         recorder: Recorder,
         wire: Wire | None = None,
     ) -> None:
-        super().__init__(inner.rank(), inner.size())
+        super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]
         self.inner, self.ranks, self.recorder, self.wire = inner, ranks, recorder, wire
         self._name = name
 
@@ -95,7 +95,7 @@ class MeterGroup(dist.ProcessGroup):
         return self._name
 
     @property
-    def group_name(self) -> str:
+    def group_name(self) -> str:  # type: ignore[override]
         return self._name
 
     def _carry(self, method: Callable[..., Work], what: Payload, args: tuple, kwargs: dict) -> Work:

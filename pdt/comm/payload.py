@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True)
 class Payload:
-    """`tensors` are counted `times` over; `peer` is a group rank; `result` is what a future holds."""
+    """`tensors` count `times` over; `peer` is a group rank; `result` is what a future holds."""
 
     op: str
     tensors: list[torch.Tensor]

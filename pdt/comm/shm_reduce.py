@@ -36,7 +36,8 @@ class Op:
 def reduction_of(opts: Any) -> Op:
     """What `opts` asks for: torch's options, a ReduceOp, or None for the sum."""
     op = getattr(opts, "reduceOp", dist.ReduceOp.SUM if opts is None else opts)
-    return Op(getattr(op, "op", op).name, getattr(op, "factor", None))
+    name = getattr(op, "op", op).name
+    return Op(name, op.factor if name == "PREMUL_SUM" else None)
 
 
 class Reduction:

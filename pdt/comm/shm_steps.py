@@ -74,6 +74,11 @@ class Collectives:
         while late := self._board.late():
             yield late[:1]  # one is enough to sleep on: all are needed
 
+    def _next_slots(self) -> list[int]:
+        """Where the slots of all ranks lie that take their turn now."""
+        self._use += 1
+        return self._addresses[self._use % 2]
+
     def _typed(self, dtype: torch.dtype) -> list[torch.Tensor]:
         """The slots of all ranks that are in use, as 1-D tensors of `dtype`."""
         key = (self._use % 2, dtype)
@@ -91,8 +96,7 @@ class Collectives:
         self._board.announce(text, counts)
         k = 0
         while k == 0 or k < pieces:
-            self._use += 1
-            addresses = self._addresses[self._use % 2]
+            addresses = self._next_slots()
             put(k, addresses[self.rank])
             yield from self._meet()
             if k == 0:
@@ -116,6 +120,7 @@ class Collectives:
     def refuse(self, text: str, reason: str) -> Steps:
         """Raise on every rank: ValueError if all ranks are equally wrong, else what each called."""
         self._board.announce(f"{text}: {reason}")
+        self._next_slots()  # as all others do, so that the slots in use stay the same everywhere
         yield from self._meet()
         self._board.compare()
         raise ValueError(f"{text}: {reason}")
@@ -224,8 +229,7 @@ class Collectives:
             address, piece = start + offset, min(step, nbytes - offset)
             bounds = _slices(piece, self.world_size)
             low, high = bounds[rank], bounds[rank + 1]
-            self._use += 1
-            slots = self._addresses[self._use % 2]
+            slots = self._next_slots()
             _copy(slots[rank], address, low)  # a rank's own slice need not be in its slot
             _copy(slots[rank] + high, address + high, piece - high)
             yield from self._meet()

@@ -48,7 +48,11 @@ def watch() -> Callable[[], list[str]]:
             for full_name, namespace, name, value, code in before
             if namespace.get(name) is not value or getattr(value, "__code__", None) is not code
         ]
-        changed += [f"torch.Tensor.{name}" for name in vars(torch.Tensor).keys() - of_tensors]
+        changed += [
+            f"torch.Tensor.{name}"
+            for name, value in vars(torch.Tensor).items()
+            if name not in of_tensors and issubclass(type(value), CODE)
+        ]
         return changed + [f"torch.{ask.__name__}()" for ask, value in settings if ask() != value]
 
     return changes

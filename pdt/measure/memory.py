@@ -48,7 +48,8 @@ class Ledger:
     Cost: about 50 microseconds an operation on one CPU core, half of it torch's for any dispatch
     mode: a step of four transformer blocks took 1.7 times as long at width 128, 5 times at width
     32, and the log grows by 100 bytes an event. So it is made for steps, not for runs.
-    Raises RuntimeError when opened twice or inside another ledger.
+    Raises RuntimeError when opened twice or inside another ledger, and where saved-tensor hooks are
+    refused (torch.func).
     """
 
     def __init__(
@@ -95,6 +96,8 @@ class Ledger:
     ) -> None:
         """Take in more models and optimizers, also while open."""
         models, optimizers = _several(model), _several(optimizer)
+        # ZeroRedundancyOptimizer leaves the states with the optimizer that it wraps
+        optimizers += [o.optim for o in optimizers if hasattr(o, "optim")]
         self._models += models
         self._optimizers += optimizers
         if self._state == "open":

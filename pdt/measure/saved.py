@@ -50,48 +50,56 @@ def watch_saved(keep: Callable[[torch.Tensor], Callable[[], Any]]) -> Iterator[N
     Only the innermost hooks apply, so hooks of others (checkpointing, offloading, entered before
     or inside) are left to work, and what counts are the tensors that they keep, while these live.
     """
-    deaths: dict[int, weakref.ref[torch.Tensor]] = {}
-
-    def follow(tensor: torch.Tensor) -> None:
-        released = keep(tensor)
-
-        def died(ref: weakref.ref[torch.Tensor]) -> None:
-            del deaths[id(ref)]
-            released()
-
-        ref = weakref.ref(tensor, died)
-        deaths[id(ref)] = ref
-
-    def following(pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
-        def pack_and_follow(tensor: torch.Tensor) -> Any:
-            try:
-                packed = pack(tensor)
-            except BaseException:
-                # checkpointing keeps its last tensor and then ends the recomputation by raising
-                _when_backward_ends(keep(tensor))
-                raise
-            for part in tensors_in(packed):
-                follow(part)
-            return packed
-
-        return pack_and_follow
-
-    def enter(hooks: saved_tensors_hooks) -> None:
-        push(following(hooks.pack_hook), hooks.unpack_hook)
-
     push = torch._C._autograd._push_saved_tensors_default_hooks
     outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    followed = _Followed(keep)
+
+    def enter(hooks: saved_tensors_hooks) -> None:
+        push(followed.packed_by(hooks.pack_hook), hooks.unpack_hook)
+
     original_enter = saved_tensors_hooks.__enter__
     if outer is None:
         push(lambda tensor: Kept(tensor, keep(tensor)), lambda kept: kept.tensor())
     else:
-        push(following(outer[0]), outer[1])
+        push(followed.packed_by(outer[0]), outer[1])
     saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
     try:
         yield
     finally:
         saved_tensors_hooks.__enter__ = original_enter  # type: ignore[method-assign]
         torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+class _Followed:
+    """The tensors that others' hooks keep, each until its own death."""
+
+    def __init__(self, keep: Callable[[torch.Tensor], Callable[[], Any]]) -> None:
+        self._keep = keep
+        self._deaths: dict[int, weakref.ref[torch.Tensor]] = {}
+
+    def packed_by(self, pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+        def pack_and_follow(tensor: torch.Tensor) -> Any:
+            try:
+                packed = pack(tensor)
+            except BaseException:
+                # checkpointing keeps its last tensor and then ends the recomputation by raising
+                _when_backward_ends(self._keep(tensor))
+                raise
+            for part in tensors_in(packed):
+                self._follow(part)
+            return packed
+
+        return pack_and_follow
+
+    def _follow(self, tensor: torch.Tensor) -> None:
+        released = self._keep(tensor)
+
+        def died(ref: weakref.ref[torch.Tensor]) -> None:
+            del self._deaths[id(ref)]
+            released()
+
+        ref = weakref.ref(tensor, died)
+        self._deaths[id(ref)] = ref
 
 
 def _when_backward_ends(released: Callable[[], Any]) -> None:

@@ -4,6 +4,7 @@ The kinds of memory go from dark to light in the order in which they are stacked
 differ in hatch; so a stack or a timeline printed in grey keeps its parts distinct.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -133,11 +134,12 @@ def legend(ax: "Axes", kinds: Sequence[str]) -> None:
     handles = [Patch(label=kind, **look(kind).patch()) for kind in order]
     if handles:
         width = sum(0.36 + 0.058 * len(kind) for kind in order)  # inches, in one row
+        room = 1.1 * ax.get_window_extent().width / ax.figure.dpi  # layout widens axes, later
         ax.legend(
             handles=handles,
             loc="lower left",
             bbox_to_anchor=(0, 1),
-            ncols=len(order) if width < 0.82 * WIDTH else (len(order) + 1) // 2,
+            ncols=math.ceil(len(order) / math.ceil(width / room)),
             borderaxespad=0.2,
             handlelength=1.3,
             handletextpad=0.4,

@@ -10,10 +10,7 @@ def text_table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     cells = [[str(cell) for cell in row] for row in rows]
     columns = list(zip(headers, *cells, strict=True))
     widths = [max(len(cell) for cell in column) for column in columns]
-    right = [
-        bool(rows) and all(isinstance(row[i], int | float) for row in rows)
-        for i in range(len(headers))
-    ]
+    right = [bool(rows) and all(map(_is_number, column[1:])) for column in columns]
     lines = [headers, ["-" * width for width in widths], *cells]
     return "\n".join(
         "  ".join(
@@ -22,3 +19,11 @@ def text_table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
         ).rstrip()
         for line in lines
     )
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell.replace(",", ""))
+    except ValueError:
+        return False
+    return True

@@ -40,7 +40,7 @@ def plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
         return []
     if kind is torch.Tensor or kind is nn.Parameter or not is_traceable_wrapper_subclass(tensor):
         return [tensor] if tensor.layout is torch.strided else _sparse_parts(tensor)
-    names, _context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    names, _context = tensor.__tensor_flatten__()
     parts = [getattr(tensor, name) for name in names]  # of a DTensor also its mesh
     return [plain for part in tensors_in(parts) for plain in plain_tensors(part)]
 

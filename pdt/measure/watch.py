@@ -67,12 +67,12 @@ def seen_resizes(log: StorageLog) -> Iterator[None]:
     """Show the log each `storage.resize_` at once; it is no operation, so no mode sees it."""
     original = torch.UntypedStorage.resize_
 
-    def resize_(storage: torch.UntypedStorage, nbytes: int) -> Any:
+    def resize_(storage: Any, nbytes: int) -> Any:
         result = original(storage, nbytes)
         log.reread(storage)
         return result
 
-    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:

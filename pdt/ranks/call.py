@@ -10,8 +10,8 @@ from typing import Any
 from pdt.ranks import watchdog
 from pdt.ranks.errors import RankError
 from pdt.ranks.process import RankProcess
-from pdt.ranks.watchdog import RankState
 from pdt.ranks.transport import Message, send, unpack
+from pdt.ranks.watchdog import RankState
 from pdt.ranks.worker import Answer
 
 GRACE_S = 2.0  # how long the others may still answer after one rank has failed
@@ -88,8 +88,10 @@ class Call:
 
     def _wait(self, silent: list[RankProcess]) -> bool:
         """Take what has arrived: answers, ends, output. True if there was something."""
-        by_calls = {process.calls: process for process in silent}
-        by_output = {process.output_fd: process for process in self._processes if process.output_open}
+        by_calls: dict[Any, RankProcess] = {process.calls: process for process in silent}
+        by_output = {
+            process.output_fd: process for process in self._processes if process.output_open
+        }
         ready = wait([*by_calls, *by_output], timeout=0.25)
         for item in ready:
             if isinstance(item, int):
@@ -154,7 +156,7 @@ class Call:
         return "\n".join([*lines, *watchdog.places(states)])
 
     def _failure(self, hang: str) -> RankError | None:
-        """The root cause: a death before an exception before a hang, and of exceptions the first."""
+        """The root cause: a death, else the first exception, else the hang."""
         if self._died:
             rank = self._died[0]
             return RankError(rank, "died", f"rank {rank} died ({self._processes[rank].end()})")

@@ -25,7 +25,10 @@ def _meminfo_nbytes() -> int | None:
 
 def _cgroup_nbytes() -> int | None:
     try:
-        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as now:
+        with (
+            open("/sys/fs/cgroup/memory.max") as limit,
+            open("/sys/fs/cgroup/memory.current") as now,
+        ):
             return int(limit.read()) - int(now.read())
     except (OSError, ValueError):  # no cgroup v2, or "max"
         return None

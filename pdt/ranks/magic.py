@@ -75,7 +75,8 @@ class RanksMagics(Magics):
         pool = user_ns.get(name)
         if not isinstance(pool, Ranks):
             found = "is not defined" if pool is None else f"is a {type(pool).__name__}"
-            raise UsageError(f"%%ranks runs on a Ranks object and {name!r} {found}: "
-                             f"make one by {name} = pdt.Ranks(4)")
+            raise UsageError(
+                f"%%ranks runs on a Ranks object and {name!r} {found}: "
+                f"make one by {name} = pdt.Ranks(4)"
+            )
         return pool
-

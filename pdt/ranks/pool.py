@@ -15,7 +15,6 @@ from pdt.comm import Link
 from pdt.ranks import capacity
 from pdt.ranks.call import Call, Printer
 from pdt.ranks.cell import run_cell
-from pdt.ranks.errors import RankError
 from pdt.ranks.process import RankProcess, start
 from pdt.ranks.transport import Message, pack
 from pdt.ranks.worker import Task
@@ -121,7 +120,9 @@ class Ranks:
                 "these Ranks belong to the process that made them, and this is a fork of it: "
                 "make new Ranks here"
             )
-        self._processes, self._store = start(self.world_size, self.backend, self.link, self.timeout_s)
+        self._processes, self._store = start(
+            self.world_size, self.backend, self.link, self.timeout_s
+        )
 
     def close(self) -> None:
         """End the ranks' processes now. A later `run` starts fresh ones."""
@@ -142,7 +143,9 @@ class Ranks:
 
     def __repr__(self) -> str:
         up = "live" if self._processes else "stopped"
-        return f"<Ranks: {self.world_size} over {self.backend}, {up}, time-out {self.timeout_s:g} s>"
+        return (
+            f"<Ranks: {self.world_size} over {self.backend}, {up}, time-out {self.timeout_s:g} s>"
+        )
 
 
 def _choose(world_size: int) -> str:

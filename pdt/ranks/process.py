@@ -139,9 +139,7 @@ def _setup(
     path = [entry or os.getcwd() for entry in sys.path]
     # The pool's own watchdog comes first: it can say who waits for whom, gloo's time-out cannot.
     patience_s = 2 * timeout_s + 30
-    return Setup(
-        rank, world_size, port, backend, link, patience_s, os.getcwd(), path, environment
-    )
+    return Setup(rank, world_size, port, backend, link, patience_s, os.getcwd(), path, environment)
 
 
 def _await_ready(processes: list[RankProcess]) -> None:

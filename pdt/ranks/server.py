@@ -32,7 +32,7 @@ PRELOAD = (
     "torch.distributed.tensor.parallel",
     "cloudpickle",
     "pdt.comm",
-    # "pdt.comm.shm",
+    "pdt.comm.shm",
     "pdt.ranks.worker",
 )
 GONE_AFTER_S = 2.0
@@ -81,7 +81,8 @@ def _fork_rank(fds: list[int], control: socket.socket) -> int:
             control.close()
             from pdt.ranks.worker import main
 
-            main(*fds, server)
+            calls, questions, output = fds
+            main(calls, questions, output, server)
         finally:
             os._exit(1)
     for fd in fds:

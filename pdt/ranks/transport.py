@@ -1,4 +1,4 @@
-"""Objects on a connection: functions of a notebook cell by cloudpickle, tensors without copies."""
+"""Objects on a connection: functions of a cell by cloudpickle, tensors without copies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from typing import Any
 
 import cloudpickle
 import torch
-
 
 PIECE_NBYTES = 1 << 20
 
@@ -39,7 +38,7 @@ def _reduce(tensor: torch.Tensor) -> tuple[Callable[..., torch.Tensor], tuple]:
     dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
     nbytes = dense.numel() * dense.element_size()
     memory = (ctypes.c_char * nbytes).from_address(dense.data_ptr())
-    memory.owner = dense  # the buffer must not outlive the tensor
+    memory.owner = dense  # type: ignore[attr-defined]  # the buffer keeps the tensor alive
     buffer = pickle.PickleBuffer(memory)
     return _rebuild, (buffer, dense.dtype, tuple(dense.shape), tensor.requires_grad)
 

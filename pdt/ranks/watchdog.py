@@ -26,10 +26,12 @@ class RankState:
         return next((record for record in self.pending if record.waiting), None)
 
     def has_called(self, wanted: Record, caller: int) -> bool:
-        """Whether this rank has made the call that `wanted`, a call of rank `caller`, needs from it."""
+        """Whether this rank has made the call that `wanted`, made by `caller`, needs from it."""
         if wanted.op in ("send", "recv"):
             return self._messages(wanted, caller) >= wanted.seq
-        own = next((r for r in self.recent if r.stream == wanted.stream and r.seq == wanted.seq), None)
+        own = next(
+            (r for r in self.recent if r.stream == wanted.stream and r.seq == wanted.seq), None
+        )
         if own is None:
             return self.calls.get(wanted.stream, 0) > wanted.seq
         return own.op == wanted.op
@@ -56,7 +58,9 @@ def missing(rank: int, states: States) -> list[int]:
     return [
         peer
         for peer in needed
-        if peer != rank and (other := states[peer]) is not None and not other.has_called(wanted, rank)
+        if peer != rank
+        and (other := states[peer]) is not None
+        and not other.has_called(wanted, rank)
     ]
 
 
@@ -118,7 +122,8 @@ def _row(rank: int, state: RankState | None) -> tuple:
     record = state.waits_in
     if record is None:
         return rank, calls, "returned" if state.returned else _place(state), "", "", ""
-    peers = [record.peer] if _is_message(record) else [r for r in record.ranks if r != rank]
+    others = [r for r in record.ranks if r != rank]
+    peers = [record.peer] if _is_message(record) and record.peer is not None else others
     shape = f"{record.shape} {record.dtype}" if record.dtype else ""
     waited_s = time.perf_counter() - record.start_s
     return rank, calls, f"in {record.label}", shape, _join(peers), f"{waited_s:.1f} s"

@@ -1,10 +1,11 @@
-"""One rank: set up torch.distributed, then answer calls until the notebook closes the connection."""
+"""One rank: set up torch.distributed, then answer calls until the connection is closed."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import faulthandler
+import io
 import linecache
 import os
 import pickle
@@ -171,8 +172,9 @@ def _redirect_output(output_fd: int) -> None:
     os.dup2(output_fd, 2)
     os.close(output_fd)
     for name, fd in (("stdout", 1), ("stderr", 2)):
-        stream = open(fd, "w", buffering=1, closefd=False, encoding="utf-8", errors="replace")
-        setattr(sys, name, stream)
+        binary = io.FileIO(fd, "w", closefd=False)
+        text = io.TextIOWrapper(io.BufferedWriter(binary), "utf-8", "replace", line_buffering=True)
+        setattr(sys, name, text)
 
 
 def _die_with(server_pid: int) -> None:

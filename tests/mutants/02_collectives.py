@@ -76,14 +76,6 @@ def only_even_shards(tensor, group=None):
 
 
 @mutant("ring_all_reduce", fails=(SUM, ALIKE, BYTES))
-def forgets_the_rest(tensor, group=None):
-    """Shards of numel // n elements: what is left over stays as it was."""
-    n = dist.get_world_size(group)
-    even = tensor.numel() // n
-    ring([tensor.view(-1)[i * even : (i + 1) * even] for i in range(n)], group)
-
-
-@mutant("ring_all_reduce", fails=(SUM, ALIKE, BYTES))
 def forgets_the_second_phase(tensor, group=None):
     """A reduce-scatter: each rank has the sum of one shard only."""
     ring(split(tensor, group), group, phases=1)
