@@ -25,6 +25,8 @@ FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 DTYPES = [*FLOATS, torch.int64, torch.uint8, torch.complex64]
 STRIDES = ["contiguous", "transposed", "every other"]
 BROADCASTS = ["naive_broadcast", "broadcast", "tree_broadcast"]
+RINGS = ["ring_all_reduce", "ring_reduce_scatter", "ring_all_gather"]
+SCALABLE = [*RINGS, "all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3, 4])
@@ -50,16 +52,15 @@ CASES = [
     *((shape, torch.float32, stride) for shape in SHAPES for stride in STRIDES),
     *((shape, dtype, "contiguous") for shape in [(), (7,)] for dtype in DTYPES),
 ]
+MANY_PIECES = [((64,), torch.float32, "contiguous"), ((5, 3, 2), torch.bfloat16, "every other")]
 
 
-def in_tiny_pieces(fn: Callable[..., Any]) -> Any:
-    """Run on a few cases with pieces of 8 bytes, so that small tensors travel in many."""
+def in_tiny_pieces(fn: Callable[..., Any], *args: Any) -> Any:
+    """Run with pieces of 8 bytes, so that small tensors travel in many."""
     usual = collectives.PIECE_NBYTES
     collectives.PIECE_NBYTES = 8
     try:
-        return fn(
-            [((64,), torch.float32, "contiguous"), ((5, 3, 2), torch.bfloat16, "every other")]
-        )
+        return fn(*args)
     finally:
         collectives.PIECE_NBYTES = usual
 
@@ -97,7 +98,7 @@ def wrong_broadcasts(cases: Sequence[Any] = CASES) -> list[Any]:
 
 def test_broadcasts_give_every_rank_the_roots_tensor(ranks: Ranks) -> None:
     assert not any(ranks.run(wrong_broadcasts))
-    assert not any(ranks.run(in_tiny_pieces, wrong_broadcasts))
+    assert not any(ranks.run(in_tiny_pieces, wrong_broadcasts, MANY_PIECES))
 
 
 def wrong_sums(cases: Sequence[Any] = CASES) -> list[Any]:
@@ -121,7 +122,7 @@ def wrong_sums(cases: Sequence[Any] = CASES) -> list[Any]:
 
 def test_sums_are_bitwise_those_of_the_stated_order(ranks: Ranks) -> None:
     assert not any(ranks.run(wrong_sums))
-    assert not any(ranks.run(in_tiny_pieces, wrong_sums))
+    assert not any(ranks.run(in_tiny_pieces, wrong_sums, MANY_PIECES))
 
 
 def wrong_gathers(cases: Sequence[Any] = CASES) -> list[Any]:
@@ -230,18 +231,7 @@ def counted(name: str, numel: int, check: bool) -> tuple[int, int]:
     return m.total("send").nbytes, m.total("all_gather").calls
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "ring_all_reduce",
-        "ring_reduce_scatter",
-        "ring_all_gather",
-        "all_reduce",
-        "reduce_scatter",
-        "all_gather",
-        "all_to_all",
-    ],
-)
+@pytest.mark.parametrize("name", SCALABLE)
 def test_every_rank_sends_exactly_the_least_bytes(ranks: Ranks, name: str) -> None:
     numel, operation = 12 * ranks.world_size, name.removeprefix("ring_")
     expected = wire_nbytes(operation, 4 * numel, ranks.world_size)
@@ -273,27 +263,44 @@ def test_root_sends_n_minus_1_copies_naively_and_one_by_the_chain(ranks: Ranks) 
         assert [received for _, received in counts] == [0] + [400] * (n - 1)
 
 
-def torn_by_reuse() -> list[str]:
-    """Input and output are overwritten the moment a call returns: no send may still read them."""
+class Watched:
+    """A work that remembers whether it was waited for."""
+
+    def __init__(self, work: dist.Work) -> None:
+        self.work, self.is_waited = work, False
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.is_waited = True
+
+
+def forgotten_works() -> dict[str, int]:
+    """For each collective the sends and receives that it started and did not wait for."""
     _, n = collectives.place()
-    torn = []
-    for turn in range(5):
-        for name in ("broadcast", "all_gather", "reduce_scatter", "all_reduce", "ring_all_reduce"):
-            whole = torch.full((300_000 * n,), float(turn + 1))
-            part = torch.full((300_000,), float(turn + 1))
-            operands = {"all_gather": (whole, part), "reduce_scatter": (part, whole)}
-            given = operands.get(name, (whole,))
-            getattr(collectives, name)(*given, check=False)
-            expected = (turn + 1) * (n if "reduce" in name else 1)
-            if not bool((given[0] == expected).all()):
-                torn.append(f"{name} in turn {turn}")
-            whole.fill_(-1)
-            part.fill_(-1)
-    return torn
+    whole, part = torch.zeros(7 * n), torch.zeros(7)
+    operands = {"gather": (whole, part), "scatter": (part, whole), "to_all": ([part] * n,) * 2}
+    watched: list[Watched] = []
+    post = collectives.post
+    collectives.post = lambda *args: [
+        watched.append(Watched(w)) or watched[-1] for w in post(*args)
+    ]
+    forgotten = {}
+    try:
+        for name in [*BROADCASTS, *SCALABLE]:
+            watched.clear()
+            given = next((given for end, given in operands.items() if name.endswith(end)), (whole,))
+            getattr(collectives, name)(*given)
+            assert watched or n == 1, name
+            forgotten[name] = sum(not work.is_waited for work in watched)
+    finally:
+        collectives.post = post
+    return forgotten
 
 
-def test_tensors_may_be_overwritten_as_soon_as_a_call_returns(ranks: Ranks) -> None:
-    assert not any(ranks.run(torn_by_reuse))
+def test_every_send_and_receive_is_waited_for(ranks: Ranks) -> None:
+    """So the tensors may be overwritten as soon as a call returns."""
+    for forgotten in ranks.run(in_tiny_pieces, forgotten_works):
+        assert set(forgotten.values()) == {0}, forgotten
 
 
 def leaf_after_sum() -> tuple[float, bool]:

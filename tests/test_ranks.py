@@ -55,6 +55,12 @@ def test_a_rank_computes_on_one_thread(pool):
     assert pool(2).run(torch.get_num_threads) == [1, 1]
 
 
+def test_a_rank_over_gloo_computes_on_the_cpu(pool):
+    from pdt.ranks import device
+
+    assert pool(2).run(device) == [torch.device("cpu")] * 2
+
+
 def test_ranks_see_torchrun_s_variables(pool):
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     assert pool(2).run(lambda: [os.environ[name] for name in names]) == [

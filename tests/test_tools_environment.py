@@ -224,8 +224,8 @@ def test_an_environment_of_another_checkout_is_noticed(root: Path) -> None:
     """A copied checkout brings a .venv along whose pdt is still the old one."""
     venv = empty_environment(root / ".venv")
     site = next(venv.glob("lib/python*/site-packages"))
-    for module in ("torch", "cloudpickle"):
-        (site / f"{module}.py").touch()
+    (site / "torch.py").write_text("zeros = abs")
+    (site / "cloudpickle.py").write_text("dumps = abs")
     elsewhere = root.parent / "old checkout"
     for folder in (elsewhere, root):
         (folder / "pdt").mkdir(parents=True)
@@ -236,6 +236,8 @@ def test_an_environment_of_another_checkout_is_noticed(root: Path) -> None:
     assert environment.does_not_import(venv, root) is None
     (site / "torch.py").write_text("raise ImportError('libtorch is half there')")
     assert "half there" in (environment.does_not_import(venv, root) or "")
+    (site / "torch.py").write_text("")
+    assert "no attribute 'zeros'" in (environment.does_not_import(venv, root) or "")
 
 
 def fake_python(folder: Path, name: str, script: str) -> None:

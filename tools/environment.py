@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 STAMP = "pdt-setup.txt"  # in the environment, written last
-LOOK = "import torch, cloudpickle, pdt; print(pdt.__file__)"
+LOOK = "import torch, cloudpickle, pdt; torch.zeros(1), cloudpickle.dumps; print(pdt.__file__)"
 MAKE = [sys.executable, "-m", "venv"]
 PYTORCH_INDEX = "https://download.pytorch.org/whl/"
 

@@ -183,6 +183,10 @@ class Wire:
     def _link_to(self, peer: int) -> Link:
         return self.port.link.between(self._ranks[self._rank], self._ranks[peer])
 
+    def __del__(self) -> None:
+        for lane in getattr(self, "_lanes", {}).values():
+            lane.put(None)  # ends its thread
+
     def _lane(self, stream: object) -> queue.SimpleQueue:
         """Works of one stream end in order, each stream on a thread of its own."""
         if stream not in self._lanes:
@@ -192,8 +196,8 @@ class Wire:
 
 
 def _deliver(lane: queue.SimpleQueue) -> None:
-    while True:
-        work, arrival, delayed, result = lane.get()
+    while (transfer := lane.get()) is not None:
+        work, arrival, delayed, result = transfer
         error = None
         try:
             work.wait()

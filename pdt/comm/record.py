@@ -21,7 +21,8 @@ class Record:
     receives) between one pair. `peer` is the global rank at the other end, or the root.
     `start_s` and `end_s` are `time.perf_counter()`, one clock for all ranks of a machine on Linux;
     `end_s` is None until the transfer is known to have ended: at once for a collective, for a send
-    or a receive when somebody waits for it or asks.
+    or a receive when somebody waits for it or asks. On NCCL both are the host's
+    moments, when it has queued the transfer; the device's are for torch's profiler to tell.
     """
 
     op: str
