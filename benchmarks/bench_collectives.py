@@ -129,7 +129,7 @@ def main() -> None:
     repeats, check = 5 if args.quick else 15, not args.no_check
     rows = []
     for n in (2, 4):
-        with Ranks(n, backend="gloo") as ranks:
+        with Ranks(n, backend="gloo", timeout_s=600) as ranks:
             for nbytes in SIZES:
                 by_rank = ranks.run(measured, nbytes, repeats, check)
                 rows += rows_of(n, nbytes, by_rank)

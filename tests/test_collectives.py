@@ -303,6 +303,31 @@ def test_every_send_and_receive_is_waited_for(ranks: Ranks) -> None:
         assert set(forgotten.values()) == {0}, forgotten
 
 
+def order_of_posts() -> list[tuple[bool, int]]:
+    """(is a send, peer) in the order in which an all-gather posts them."""
+    _, n = collectives.place()
+    posted: list[tuple[bool, int]] = []
+    start = dist.batch_isend_irecv
+
+    def watched(ops: list[dist.P2POp]) -> list[dist.Work]:
+        posted.extend((op.op is dist.isend, op.group_peer) for op in ops)
+        return start(ops)
+
+    dist.batch_isend_irecv = watched
+    try:
+        collectives.all_gather(torch.zeros(n), torch.zeros(1))
+    finally:
+        dist.batch_isend_irecv = start
+    return posted
+
+
+def test_of_two_ranks_the_lower_one_sends_first(ranks: Ranks) -> None:
+    """Else both would receive first, for ever, where a pair's messages go one by one."""
+    for rank, posted in enumerate(ranks.run(order_of_posts)):
+        for peer in set(range(ranks.world_size)) - {rank}:
+            assert [is_send for is_send, to in posted if to == peer] == [rank < peer, peer < rank]
+
+
 def leaf_after_sum() -> tuple[float, bool]:
     leaf = torch.ones(3, requires_grad=True)
     collectives.all_reduce(leaf)

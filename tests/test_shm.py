@@ -171,6 +171,16 @@ def test_all_ranks_hold_the_same_bits_and_agree_with_gloo(pool, world_size, nume
     assert all(torch.equal(result, results[0]) for result in results)
 
 
+def test_a_factor_scales_the_sum(pool):
+    def run():
+        with shm_group() as shm:
+            mine = torch.ones(3000, dtype=torch.float16)
+            shm.allreduce([mine], dist._make_nccl_premul_sum(0.5)).wait()
+            same(mine, torch.full_like(mine, 1.5), "PREMUL_SUM")
+
+    pool(3).run(run)
+
+
 @pytest.mark.parametrize("world_size", SIZES)
 def test_uneven_sizes_arrive_whole(pool, world_size):
     def run():
@@ -443,7 +453,7 @@ def test_whoever_does_not_come_is_named_in_time(pool):
     for rank, (text, later) in enumerate(pool(3).run(run)):
         if rank != 1:
             assert "all_reduce SUM" in text
-            assert "ranks [1]" in text or "given up" in text
+            assert "ranks [1] have not come" in text or "gave up" in text
             assert "failed before" in later
 
 

@@ -143,6 +143,7 @@ def test_what_is_no_png_is_refused() -> None:
     ("cells", "complaint"),
     [
         ([v4.new_code_cell("1")], "never run"),
+        ([ran("1"), v4.new_code_cell("2")], "code cell 2: never run"),
         ([ran("1", 2)], "ran as number 2"),
         ([ran("1", 1), ran("2", 3)], "code cell 2: ran as number 3"),
         ([ran("  ")], "empty"),

@@ -43,7 +43,20 @@ def test_two_different_collectives_at_one_place_are_a_deadlock():
     states = {0: state(record("all_reduce", 1)), 1: state(record("broadcast", 1)), 2: state()}
     states[2].returned = True
     assert watchdog.deadlocked(states)
-    assert any("rank 1 waits in broadcast #1" in line for line in watchdog.verdict(states))
+    assert watchdog.verdict(states)[1] == (
+        "rank 1 waits in broadcast #1: rank 0 waits in all_reduce #1; "
+        "rank 2 has returned without making that call"
+    )
+
+
+def test_ranks_that_do_the_same_are_named_together():
+    states = {rank: state(record("all_reduce", 3)) for rank in (0, 2)} | {
+        1: state(record("barrier", 3))
+    }
+    assert watchdog.verdict(states) == [
+        "ranks 0, 2 wait in all_reduce #3: rank 1 waits in barrier #3",
+        "rank 1 waits in barrier #3: ranks 0, 2 wait in all_reduce #3",
+    ]
 
 
 def test_a_ring_of_sends_is_a_deadlock():
@@ -59,6 +72,16 @@ def test_a_send_whose_receive_is_posted_is_no_deadlock():
         2: state(returned=True),
     }
     assert not watchdog.deadlocked(states)
+
+
+def test_a_message_whose_sender_did_not_wait_for_it_is_named():
+    dropped = state(record("send", 1, 1, waiting=False), returned=True)
+    dropped.pending = dropped.recent
+    states = {0: dropped, 1: state(record("recv", 1, 0)), 2: state(returned=True)}
+    assert not watchdog.deadlocked(states)  # it may still be under way
+    assert watchdog.verdict(states) == [
+        "rank 1 waits in recv #1 from 0: rank 0 has returned without waiting for its send #1 to 1"
+    ]
 
 
 def test_a_receive_from_any_source_counts_for_the_sender():

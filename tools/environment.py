@@ -109,8 +109,9 @@ def create(venv: Path) -> None:
 
 def install(venv: Path, root: Path, index: str) -> str | None:
     """Install what pyproject.toml asks for, pinned by constraints.txt; why it failed, or None."""
-    command = [str(interpreter(venv).absolute()), "-m", "pip", "install", "--no-input"]
-    command += ["--disable-pip-version-check", "--constraint", "constraints.txt"]
+    # Python compiles what it imports; to compile all of JupyterLab and torch takes a minute.
+    command = [str(interpreter(venv).absolute()), "-m", "pip", "install", "--no-compile"]
+    command += ["--no-input", "--disable-pip-version-check", "--constraint", "constraints.txt"]
     command += ["--extra-index-url", index_url(index)] if index else []
     command += [] if sys.stdout.isatty() else ["--quiet"]
     done = subprocess.run([*command, "--editable", ".[course,dev]"], cwd=root)

@@ -18,7 +18,7 @@ import nbformat
 from tools.normalise import ROOT
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-TOOLS = ("ranks", "measure", "grade", "tour", "strategies", "__main__")
+TOOLS = ("segment", "ranks", "measure", "grade", "tour", "strategies", "__main__")
 
 
 def definitions(source: str) -> dict[str, Definition]:

@@ -108,6 +108,8 @@ def complaints(notebook: Any) -> list[str]:
     """What keeps this notebook from being stored: one line each, none when it may be."""
     found = []
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    if code and all(cell.execution_count is None for cell in code):
+        return ["never run"]
     for number, cell in enumerate(code, 1):
         found += [f"code cell {number}: {what}" for what in _cell_complaints(cell, number)]
     if not code:

@@ -55,6 +55,9 @@ def post(sends: Sequence[Message], receives: Sequence[Message], group: Group) ->
     """
     ops = [dist.P2POp(dist.irecv, t, group=group, group_peer=peer) for t, peer in receives]
     ops += [dist.P2POp(dist.isend, t, group=group, group_peer=peer) for t, peer in sends]
+    # Of a pair the lower rank sends first: NCCL does unbatched messages of a pair one by one.
+    rank = dist.get_rank(group)
+    ops.sort(key=lambda op: (op.op is dist.isend) == (op.group_peer < rank))
     return dist.batch_isend_irecv(ops) if ops else []
 
 

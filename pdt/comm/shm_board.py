@@ -13,17 +13,19 @@ looked at the counters, and the kernel compares it again under the lock that the
 
 import os
 import select
+import threading
 from collections.abc import Sequence
 
 import torch
 
-from pdt.comm.shm_futex import fence, sleep, wake
+from pdt.comm.shm_futex import X86, fence, sleep, wake
 from pdt.segment import Segment
 
-_EPOCH, _PHASE, _PID, _FAILED = 0, 8, 16, 17  # words of 8 bytes; the busy two on lines of their own
-_MAIL = 24  # then, for each peer, how many letters were put for it, and how many taken from it
+# Words of 8 bytes; the busy ones have cache lines of their own.
+_EPOCH, _PHASE, _ASLEEP, _PID, _FAILED = 0, 8, 16, 24, 25
+_MAIL = 32  # then, for each peer, how many letters were put for it, and how many taken from it
 _TEXT_NBYTES = 384
-_SPINS = 20  # looks before sleeping; each gives the core to whoever wants it
+_LOOKS = 20  # before sleeping; each gives the core to whoever wants it
 
 
 def _first_call_word(world_size: int) -> int:
@@ -51,6 +53,7 @@ class Board:
         self._bytes = [memoryview(s.buffer)[:nbytes] for s in segments if s.buffer is not None]
         self._words = [header.cast("q") for header in self._bytes]
         self._own = self._words[rank]
+        self._barrier = threading.Lock()
         self.phase = self._epoch = self.calls = 0
         self._asleep_on: list[tuple[int, int]] = []
         self._own[_PID] = os.getpid()
@@ -60,7 +63,17 @@ class Board:
         self._own[word] = value
         self._epoch += 1
         self._own[_EPOCH] = self._epoch
-        wake(self._addresses[self.rank])
+        if not X86:
+            wake(self._addresses[self.rank])
+            return
+        # The common case is that nobody sleeps, and a look costs less than a call of the kernel.
+        # Between the store of the epoch and the look stands a full barrier: taking a lock.
+        with self._barrier:
+            pass
+        for q in self.peers:
+            if self._words[q][_ASLEEP]:
+                wake(self._addresses[self.rank])
+                return
 
     def arrive(self) -> None:
         """Tell the peers that this rank has come to the next arrival of the call."""
@@ -74,6 +87,14 @@ class Board:
         if not late:
             fence()
         return late
+
+    def late_after_looking(self) -> list[int]:
+        """Like `late`, but looks a few times: it is cheaper than to sleep and be woken."""
+        for _ in range(_LOOKS):
+            if not (late := self.late()):
+                return late
+            os.sched_yield()
+        return self.late()
 
     def announce(self, text: str, counts: Sequence[int] = ()) -> None:
         """Write down the call this rank is about to make: `text`, and 2 counts per rank, if any."""
@@ -136,12 +157,10 @@ class Board:
 
     def sleep(self, peers: Sequence[int], epochs: list[int], attempt: int) -> bool:
         """Wait until one of `peers` has published since `epochs`; False if none did for a while."""
-        for _ in range(_SPINS):
-            if any(self._words[q][_EPOCH] != epochs[q] for q in peers):
-                return True
-            os.sched_yield()
         self._asleep_on = [(self._addresses[q], epochs[q]) for q in peers]
+        self._own[_ASLEEP] = 1
         sleep(self._asleep_on, attempt)
+        self._own[_ASLEEP] = 0
         self._asleep_on = []
         return any(self._words[q][_EPOCH] != epochs[q] for q in peers)
 
@@ -154,13 +173,11 @@ class Board:
         """Tell the peers that this rank's group has failed, so that they need not wait for it."""
         self._publish(_FAILED, 1)
 
-    def trouble(self, peers: Sequence[int]) -> str:
-        """Why waiting for `peers` is in vain; empty if it may not be."""
+    def lost(self, peers: Sequence[int]) -> dict[int, str]:
+        """Those of `peers` for whom it is in vain to wait, and why."""
+        why = {q: f"rank {q} gave up or left the group" for q in peers if self._words[q][_FAILED]}
         dead = [q for q in peers if not _is_alive(self._words[q][_PID])]
-        if dead:
-            return f"rank {dead[0]} has died" if len(dead) == 1 else f"ranks {dead} have died"
-        failed = [q for q in peers if self._words[q][_FAILED]]
-        return f"rank {failed[0]} has given up after an error of its own" if failed else ""
+        return why | {q: f"rank {q} has died" for q in dead}
 
 
 def _is_alive(pid: int) -> bool:

@@ -29,7 +29,7 @@ class Calls:
         """`tensor` becomes the reduction, on all ranks or on `root` alone."""
 
         def plan(text: str, outputs: Outputs) -> Steps:
-            reduce = Reduction(op, tensor.dtype)
+            reduce = Reduction.of(op, tensor.dtype)
             return self._steps.all_reduce(text, outputs.flat(tensor), reduce, root)
 
         return describe(tensor), plan
@@ -90,7 +90,7 @@ class Calls:
         def plan(text: str, outputs: Outputs) -> Steps:
             inputs = parts(ins, self._size, flat)
             check_equal([inputs[self._rank]], [out])
-            reduce = Reduction(op, out.dtype)
+            reduce = Reduction.of(op, out.dtype)
             return self._steps.reduce_scatter(text, inputs, outputs.flat(out), reduce)
 
         return describe(ins), plan

@@ -11,6 +11,8 @@ import time
 from pdt.comm.shm_board import Board
 from pdt.comm.shm_work import ShmWork
 
+COLLECTIVE = "collective"  # the lane of all collectives
+
 
 class Engine:
     """The calls under way; one thread at a time drives them, each lane in its order."""
@@ -132,18 +134,22 @@ class Engine:
         for work in self._works:
             if not work.awaits:
                 continue
-            late = self._board.late() or work.awaits
-            reason = self._board.trouble(late)
-            if not reason and time.monotonic() > work.deadline:
-                reason = f"time-out: no sign of ranks {late}"
-            if not reason:
-                continue
-            self._step(work)  # the news may have come with the peer's last breath
+            lost = self._board.lost(self._late(work))
+            self._step(work)  # for they may have done their part before
             if work.done:
                 self._works.remove(work)
                 return [work]
-            return self._fail_all(RuntimeError(f"{work.text}: {reason}"))
+            late = self._late(work)
+            if reasons := [lost[q] for q in late if q in lost]:
+                return self._fail_all(RuntimeError(f"{work.text}: {', '.join(reasons)}"))
+            if late and time.monotonic() > work.deadline:
+                return self._fail_all(
+                    RuntimeError(f"{work.text}: time-out, ranks {late} have not come")
+                )
         return []
+
+    def _late(self, work: ShmWork) -> list[int]:
+        return self._board.late() if work.lane == COLLECTIVE else work.awaits
 
     def _fail_all(self, error: BaseException) -> list[ShmWork]:
         """No call can be trusted to meet its peers in step any more: fail all, tell the peers."""

@@ -87,13 +87,8 @@ def _sleep_on_many(words: list[tuple[int, int]]) -> None:
     )
 
 
-def _make_fence() -> "ctypes._NamedFuncPointer | None":
-    if platform.machine() in ("x86_64", "AMD64"):
-        return None
-    return getattr(ctypes.CDLL(None), "OSMemoryBarrier", None)
-
-
-_barrier = _make_fence()
+X86 = platform.machine() in ("x86_64", "AMD64")
+_barrier = None if X86 else getattr(ctypes.CDLL(None), "OSMemoryBarrier", None)
 _fence_word = ctypes.c_uint32()
 
 
@@ -104,7 +99,9 @@ def fence() -> None:
     processors get a full barrier: macOS exports one; on Linux the kernel executes one in every
     FUTEX_WAKE, before it looks for sleepers.
     """
+    if X86:
+        return
     if _barrier is not None:
         _barrier()
-    elif platform.machine() not in ("x86_64", "AMD64"):
+    else:
         wake(ctypes.addressof(_fence_word))

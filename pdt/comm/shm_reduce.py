@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ class Op:
     """A torch ReduceOp in plain words: SUM, MIN...; `factor` belongs to PREMUL_SUM."""
 
     name: str
-    factor: Any = None
+    factor: float | None = None
 
     def __str__(self) -> str:
         return self.name if self.factor is None else f"{self.name} {self.factor}"
@@ -35,9 +36,9 @@ class Op:
 
 def reduction_of(opts: Any) -> Op:
     """What `opts` asks for: torch's options, a ReduceOp, or None for the sum."""
-    op = getattr(opts, "reduceOp", dist.ReduceOp.SUM if opts is None else opts)
+    op: Any = getattr(opts, "reduceOp", dist.ReduceOp.SUM if opts is None else opts)
     name = getattr(op, "op", op).name
-    return Op(name, op.factor if name == "PREMUL_SUM" else None)
+    return Op(name, float(op.factor) if name == "PREMUL_SUM" else None)
 
 
 class Reduction:
@@ -61,6 +62,12 @@ class Reduction:
         self._fold = _FOLDS[self.name]
         self._wide = dtype in (torch.float16, torch.bfloat16) and self.name in _WIDENED
 
+    @classmethod
+    @cache
+    def of(cls, op: Op, dtype: torch.dtype) -> "Reduction":
+        """The one for `op` and `dtype`, made once."""
+        return cls(op, dtype)
+
     def __call__(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
         """Write the reduction of `parts`, by rank, to `out`, which overlaps none of them."""
         first = parts[0].float() if self._wide else parts[0]
@@ -73,7 +80,7 @@ class Reduction:
             self._fold(total, part, out=total)
         if self.name == "AVG":
             total.div_(len(parts))
-        elif self.name == "PREMUL_SUM":
+        elif self._factor is not None:
             total.mul_(self._factor)
         if self._wide:
             out.copy_(total)

@@ -71,7 +71,7 @@ class Collectives:
     def _meet(self) -> Steps:
         """Arrive, and wait until all have."""
         self._board.arrive()
-        while late := self._board.late():
+        while late := self._board.late_after_looking():
             yield late[:1]  # one is enough to sleep on: all are needed
 
     def _next_slots(self) -> list[int]:

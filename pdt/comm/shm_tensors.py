@@ -1,6 +1,7 @@
 """The tensors of a call as flat memory, and as words that the ranks can compare (pure)."""
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 
 import torch
 
@@ -17,7 +18,9 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
             f"a tensor on {tensor.device} with layout {tensor.layout}: the shared-memory backend "
             "takes dense CPU tensors; move it with .cpu() or use another backend"
         )
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor.detach().contiguous().view(-1)
 
 
 class Outputs:
@@ -48,10 +51,15 @@ def listed(tensors: Tensors | torch.Tensor) -> Tensors:
 
 def describe(tensors: Tensors | torch.Tensor) -> str:
     """Elements and dtype: `6 float32`, or `[1, 2] float32` for several."""
-    tensors = listed(tensors)
+    if isinstance(tensors, torch.Tensor):
+        return f"{tensors.numel()} {_name(tensors.dtype)}"
     numels = [tensor.numel() for tensor in tensors]
-    names = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors})
-    return f"{numels[0] if len(numels) == 1 else numels} {'/'.join(names)}"
+    return f"{numels} {'/'.join(sorted({_name(tensor.dtype) for tensor in tensors}))}"
+
+
+@cache
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def check_equal(ins: Tensors, outs: Tensors) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,13 +11,8 @@ import torch.distributed as dist
 
 from pdt.grade.dice import Dice
 from pdt.grade.exercise import Exercise, Property, Run, Trial
-from pdt.grade.expect import (
-    expect_ops,
-    expect_sent,
-    expect_tensor,
-    expect_waited,
-    traffic,
-)
+from pdt.grade.expect import expect, expect_sent, expect_tensor, traffic
+from pdt.grade.reduce_scatter import NOTHING_IN_FLIGHT, ONLY_MESSAGES, REDUCE_SCATTER_ONCE
 
 WORLD_SIZES = (1, 2, 3, 4)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
@@ -100,11 +96,7 @@ RING_ALL_REDUCE = Exercise(
         "pdt.comm.collectives.all_gather",
     ),
     properties=(
-        Property(
-            "uses only send and recv",
-            lambda run: expect_ops(run, "send", "recv"),
-            "build it from dist.send, recv, isend and irecv: no collective of torch.",
-        ),
+        ONLY_MESSAGES,
         Property(
             "every rank ends with the sum of all tensors",
             _is_the_sum,
@@ -121,12 +113,80 @@ RING_ALL_REDUCE = Exercise(
             "in each of the 2(n-1) steps a rank sends one shard to its right neighbour, no more.",
             picture=traffic,
         ),
-        Property(
-            "leaves no message in flight",
-            expect_waited,
-            "wait() for the work of every isend and irecv before you return.",
-        ),
+        NOTHING_IN_FLIGHT,
     ),
 )
 
-EXERCISES = (RING_ALL_REDUCE,)
+
+def _tree_trials(dice: Dice) -> Iterator[Trial]:
+    """Root 0 and others, on full trees and on such as lack some of their leaves."""
+    for n in (*WORLD_SIZES, 6):
+        for root in sorted({0, dice.integer(1, n - 1)} if n > 1 else {0}):
+            shape = dice.choice([(), (dice.integer(1, 9),), (3, dice.integer(1, 9))])
+            dtype = dice.choice(DTYPES)
+            yield Trial([(dice.integers(shape, dtype), root) for _ in range(n)], f"root {root}")
+
+
+def _holds_the_roots(run: Run) -> None:
+    root = run.inputs[0][1]
+    for rank, seen in enumerate(run.ranks):
+        expect_tensor(seen.args[0], run.inputs[root][0], f"rank {rank}'s tensor")
+
+
+def _receives_once(run: Run) -> None:
+    tensor, root = run.inputs[0]
+    for rank, seen in enumerate(run.ranks):
+        nbytes = sum(record.nbytes for record in seen.records if record.op == "recv")
+        wanted = 0 if rank == root else tensor.nbytes
+        expect(nbytes == wanted, f"rank {rank} receives {wanted} bytes", nbytes)
+
+
+def _in_few_rounds(run: Run) -> None:
+    """A port sends one message per round: a rank's k-th goes out k rounds after its tensor came."""
+    n, root = run.world_size, run.inputs[0][1]
+    arrives, reached = {root: 0}, [root]
+    for rank in reached:  # grows as it is read
+        sends = [record.peer for record in run.ranks[rank].records if record.op == "send"]
+        for round_of_rank, peer in enumerate(sends, 1):
+            if peer is not None and peer not in arrives:
+                arrives[peer] = arrives[rank] + round_of_rank
+                reached.append(peer)
+    few = math.ceil(math.log2(n))
+    expect(len(arrives) == n, "a way from the root to every rank", f"one to {sorted(arrives)}")
+    expect(max(arrives.values()) <= few, f"{few} rounds", f"{max(arrives.values())} rounds")
+
+
+BROADCAST_BY_TREE = Exercise(
+    name="broadcast_by_tree",
+    points=2,
+    minutes=20,
+    trials=_tree_trials,
+    poison=(
+        "pdt.comm.collectives.tree_broadcast",
+        "pdt.comm.collectives.broadcast",
+        "pdt.comm.collectives.naive_broadcast",
+    ),
+    properties=(
+        ONLY_MESSAGES,
+        Property(
+            "every rank ends with the root's tensor",
+            _holds_the_roots,
+            "the tree is drawn for root 0: which position in it has a rank, when the root is r?",
+        ),
+        Property(
+            "sends the tensor to each rank once",
+            _receives_once,
+            "a rank that holds the tensor, the root above all, receives nothing any more.",
+            picture=traffic,
+        ),
+        Property(
+            "takes ceil(log2 n) rounds",
+            _in_few_rounds,
+            "in each round let every rank that has the tensor send it to one that has not.",
+            picture=traffic,
+        ),
+        NOTHING_IN_FLIGHT,
+    ),
+)
+
+EXERCISES = (RING_ALL_REDUCE, BROADCAST_BY_TREE, REDUCE_SCATTER_ONCE)

@@ -1,4 +1,4 @@
-"""What lesson 00's exercises must do: pass a token, mend a hang, predict the traffic of a program."""
+"""What lesson 00's exercises must do: pass a token, mend a hang, predict a program's traffic."""
 
 from __future__ import annotations
 

@@ -78,29 +78,53 @@ def _is_message(record: Record) -> bool:
 
 
 def verdict(states: States) -> list[str]:
-    """One sentence per call that is waited in and not made."""
+    """One sentence per call that is waited in and not made, or made and not waited for."""
     waits: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     for rank, state in states.items():
         if state and (absent := missing(rank, states)):
             assert state.waits_in is not None
             waits.setdefault((state.waits_in.label, tuple(absent)), []).append(rank)
-    return [_sentence(label, absent, waiting, states) for (label, absent), waiting in waits.items()]
+    sentences = [
+        _sentence(label, absent, waiting, states) for (label, absent), waiting in waits.items()
+    ]
+    return sentences + [line for rank in states if (line := _dropped(rank, states))]
+
+
+def _dropped(rank: int, states: States) -> str:
+    """A message whose sender returned without waiting for it: gloo may have dropped it."""
+    state = states[rank]
+    wanted = state.waits_in if state else None
+    if wanted is None or not _is_message(wanted) or wanted.peer is None:
+        return ""
+    other = states[wanted.peer]
+    for record in other.pending if other is not None and other.returned else ():
+        if _is_message(record) and record.op != wanted.op and record.peer == rank:
+            return (
+                f"rank {rank} waits in {wanted.label}: "
+                f"rank {wanted.peer} has returned without waiting for its {record.label}"
+            )
+    return ""
 
 
 def _sentence(label: str, absent: tuple[int, ...], waiting: list[int], states: States) -> str:
-    who = f"rank {waiting[0]} waits" if len(waiting) == 1 else f"ranks {_join(waiting)} wait"
-    instead = ", ".join(f"rank {rank} {_instead(states[rank])}" for rank in absent)
-    return f"{who} in {label}: {instead}"
+    doing: dict[tuple[str, str], list[int]] = {}
+    for rank in absent:
+        doing.setdefault(_instead(states[rank]), []).append(rank)
+    instead = "; ".join(_say(ranks, *verbs) for verbs, ranks in doing.items())
+    return f"{_say(waiting, 'waits', 'wait')} in {label}: {instead}"
 
 
-def _instead(state: RankState | None) -> str:
-    if state is None:
-        return "does not answer"
-    if state.returned:
-        return "has returned without making that call"
-    if state.waits_in is not None:
-        return f"waits in {state.waits_in.label}"
-    return "has not made that call"
+def _instead(state: RankState | None) -> tuple[str, str]:
+    """What a rank does in place of the call that others wait for: for one rank, for several."""
+    if state is not None and state.returned:
+        return "has returned without making that call", "have returned without making that call"
+    if state is not None and state.waits_in is not None:
+        return f"waits in {state.waits_in.label}", f"wait in {state.waits_in.label}"
+    return "has not made that call", "have not made that call"
+
+
+def _say(ranks: list[int], one: str, several: str) -> str:
+    return f"rank {ranks[0]} {one}" if len(ranks) == 1 else f"ranks {_join(ranks)} {several}"
 
 
 def _join(ranks: list[int]) -> str:
@@ -141,11 +165,7 @@ def places(states: States) -> list[str]:
     for rank, state in sorted(states.items()):
         if state and not state.returned and (lines := learners_lines(state.stack)):
             at.setdefault("".join(lines[-3:]).rstrip(), []).append(rank)
-    return [f"{_ranks(ranks)} at\n{place}" for place, ranks in at.items()]
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {_join(ranks)} are"
+    return [f"{_say(ranks, 'is', 'are')} at\n{place}" for place, ranks in at.items()]
 
 
 def learners_lines(stack: list[str]) -> list[str]:
