@@ -172,3 +172,17 @@ def test_pictures_are_drawn_on_the_axes_given_and_the_style_ends():
 )
 def test_bytes_are_written_in_three_digits(nbytes, text):
     assert style.text_nbytes(nbytes) == text
+
+
+def test_what_the_first_figure_switches_on_stays_on() -> None:
+    """A notebook's first figure makes matplotlib interactive, perhaps inside the style."""
+    import matplotlib
+
+    before = matplotlib.is_interactive()
+    try:
+        for wanted in (True, False):
+            with plot.use_style():
+                matplotlib.interactive(wanted)
+            assert matplotlib.is_interactive() == wanted
+    finally:
+        matplotlib.interactive(before)

@@ -84,6 +84,14 @@ def test_a_message_whose_sender_did_not_wait_for_it_is_named():
     ]
 
 
+def test_tensors_that_do_not_match_are_named():
+    states = {rank: state(record("all_reduce", 1)) for rank in WORLD}
+    states[1].recent[0].shape = (4,)
+    assert watchdog.verdict(states) == [
+        "all_reduce #1: ranks 0, 2 passed (3,) float32; rank 1 passed (4,) float32"
+    ]
+
+
 def test_a_receive_from_any_source_counts_for_the_sender():
     states = {
         0: state(record("send", 1, 1)),

@@ -69,9 +69,10 @@ def main(argv: list[str] | None = None) -> int:
     command += [f"--ServerApp.port={port}", "--ServerApp.port_retries=0"]
     if hasattr(os, "geteuid") and os.geteuid() == 0:
         command.append("--allow-root")
+    command.append("--Application.log_level=WARN")  # its chatter would push the address away
     if not has_display(os.environ, sys.platform):
         command.append("--no-browser")
-        print(directions(port, token, relative, os.environ), flush=True)
+    print(directions(port, token, relative, os.environ), flush=True)
     # By the environment, so that the token does not stand in the list of processes.
     environment = {**os.environ, "JUPYTER_TOKEN": token, "JUPYTER_PREFER_ENV_PATH": "1"}
     os.chdir(ROOT)

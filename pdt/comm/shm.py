@@ -40,9 +40,8 @@ class ShmGroup(_ProcessGroup):
     Reductions are formed in the order of ranks, once, so that all ranks hold the same bits.
 
     A collective passes through slots of `slot_nbytes`, a message through letters of
-    `letter_nbytes`. Small slots stay in a core's own cache; large ones make fewer meetings, each of
-    which may cost a switch of processes. Measured on two cores, 4 MiB is best for four ranks and no
-    worse than less for two.
+    `letter_nbytes`. Large slots make fewer meetings, each of which may cost a switch of processes;
+    4 MiB is best for four ranks on two cores.
     """
 
     def __init__(

@@ -24,6 +24,7 @@ from pdt.segment import Segment
 _copy = ctypes.memmove  # lets other threads run, and costs less than a tensor's copy_
 _ALIGN_NBYTES = 64
 _WHOLE_NBYTES = 16384  # up to here each rank reduces all by itself: one meeting instead of two
+_CACHED_NBYTES = 1 << 20  # two ranks have a core each: pieces that its own cache holds are faster
 Place = tuple[int, int]  # address, bytes
 _Put = Callable[[int, int], None]  # (piece, own slot)
 _Take = Callable[[int, list[int]], None]  # (piece, slots of all ranks)
@@ -201,7 +202,7 @@ class Collectives:
         self, text: str, tensor: torch.Tensor, reduce: Reduction, root: int | None
     ) -> Steps:
         """Every rank reduces everything itself: one meeting for a piece instead of two."""
-        (start, nbytes), step = place(tensor), self._slot_nbytes
+        (start, nbytes), step = place(tensor), min(self._slot_nbytes, _CACHED_NBYTES)
         step_numel = step // tensor.element_size()
 
         def put(k: int, slot: int) -> None:

@@ -98,8 +98,16 @@ def use_style() -> Iterator[None]:
         "lines.markersize": 5,
         "svg.hashsalt": "pdt",
     }
-    with matplotlib.rc_context(settings):
-        yield
+    interactive = matplotlib.is_interactive()
+    try:
+        with matplotlib.rc_context(settings):
+            try:
+                yield
+            finally:
+                interactive = matplotlib.is_interactive()
+    finally:
+        # A notebook's first figure switches this on; undone, no later figure would be shown.
+        matplotlib.interactive(interactive)
 
 
 def scaled(nbytes: float) -> tuple[float, str]:

@@ -21,9 +21,12 @@ class RankError(RuntimeError):
         super().__init__(f"{headline}\n{text}".rstrip())
         self.rank, self.kind, self.headline, self.text = rank, kind, headline, text
 
+    def __str__(self) -> str:
+        return _name_cells(super().__str__())
+
     def _render_traceback_(self) -> list[str]:
         """What a notebook shows: the rank's own words, not the frames of the pool around them."""
-        return [f"RankError: {self.headline}", *_name_cells(self.text).splitlines()]
+        return f"RankError: {self}".splitlines()
 
     def __reduce__(self) -> tuple:
         return RankError, (self.rank, self.kind, self.headline, self.text)

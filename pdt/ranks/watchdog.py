@@ -87,7 +87,28 @@ def verdict(states: States) -> list[str]:
     sentences = [
         _sentence(label, absent, waiting, states) for (label, absent), waiting in waits.items()
     ]
-    return sentences + [line for rank in states if (line := _dropped(rank, states))]
+    others = [find(rank, states) for find in (_dropped, _unequal) for rank in states]
+    return sentences + [line for line in dict.fromkeys(others) if line]
+
+
+def _unequal(rank: int, states: States) -> str:
+    """A collective that all have called, each with a tensor of its own shape or dtype."""
+    state = states[rank]
+    wanted = state.waits_in if state else None
+    if wanted is None or _is_message(wanted) or missing(rank, states):
+        return ""
+    passed: dict[str, list[int]] = {}
+    for peer in wanted.ranks:
+        other = states[peer]
+        for record in other.recent if other is not None else ():
+            if record.stream == wanted.stream and record.seq == wanted.seq:
+                passed.setdefault(f"{record.shape} {record.dtype}", []).append(peer)
+    if len(passed) < 2:
+        return ""
+    said = "; ".join(
+        _say(ranks, f"passed {what}", f"passed {what}") for what, ranks in passed.items()
+    )
+    return f"{wanted.label}: {said}"
 
 
 def _dropped(rank: int, states: States) -> str:
