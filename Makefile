@@ -52,7 +52,7 @@ doctor: setup ## what this machine can run, and what each missing thing costs
 gpu: ## run what is marked gpu, with PYTHON (python3); installs nothing
 	"$(or $(PYTHON),python3)" -m tools.gpu
 
-bench: setup ## run every benchmark, or one: NAME=ranks
+bench: setup ## run every benchmark, or one: NAME=bench_ranks
 	@for script in benchmarks/$(or $(NAME),[a-z]*).py; do \
 	    echo "== $$script"; $(PY) "$$script" || exit 1; done
 

@@ -8,8 +8,8 @@ import queue
 import threading
 import time
 
-from pdt.comm.shm_board import Board
-from pdt.comm.shm_work import ShmWork
+from pdt.comm.shm.board import Board
+from pdt.comm.shm.work import ShmWork
 
 COLLECTIVE = "collective"  # the lane of all collectives
 

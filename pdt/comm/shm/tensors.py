@@ -5,7 +5,7 @@ from functools import cache
 
 import torch
 
-from pdt.comm.shm_work import Steps
+from pdt.comm.shm.work import Steps
 
 Tensors = list[torch.Tensor]
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from pdt.comm.shm_reduce import Op, Reduction
-from pdt.comm.shm_steps import Collectives, Place, place
-from pdt.comm.shm_tensors import Outputs, Tensors, check_equal, cut, describe, flat, parts
-from pdt.comm.shm_work import Steps
+from pdt.comm.shm.reduce import Op, Reduction
+from pdt.comm.shm.steps import Collectives, Place, place
+from pdt.comm.shm.tensors import Outputs, Tensors, check_equal, cut, describe, flat, parts
+from pdt.comm.shm.work import Steps
 
 Plan = Callable[[str, Outputs], Steps]
 Job = tuple[str, Plan]

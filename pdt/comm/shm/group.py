@@ -3,9 +3,9 @@
 `ShmGroup` takes the calls of torch.distributed and of what is built on it (DDP, FSDP2, DTensor,
 ZeroRedundancyOptimizer, pipelining); the neighbouring files do the work:
 
-    shm_board   counters and announcements in shared memory     shm_futex   sleeping on a word of it
-    shm_steps   the collectives, piece by piece                 shm_mail    send and recv
-    shm_reduce  sums and the like (pure)                        shm_work, shm_engine   who drives
+    board   counters and announcements in shared memory     futex   sleeping on a word of it
+    steps   the collectives, piece by piece                 mail    send and recv
+    reduce  sums and the like (pure)                        work, engine   who drives
 """
 
 from collections.abc import Hashable, Sequence
@@ -15,14 +15,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pdt.comm.shm_board import Board, header_nbytes
-from pdt.comm.shm_calls import Calls, Job
-from pdt.comm.shm_engine import COLLECTIVE, Engine
-from pdt.comm.shm_mail import Mail, Receipt, ring_nbytes
-from pdt.comm.shm_reduce import reduction_of
-from pdt.comm.shm_steps import Collectives
-from pdt.comm.shm_tensors import Outputs, Tensors, flat, listed
-from pdt.comm.shm_work import ShmWork, Steps
+from pdt.comm.shm.board import Board, header_nbytes
+from pdt.comm.shm.calls import Calls, Job
+from pdt.comm.shm.engine import COLLECTIVE, Engine
+from pdt.comm.shm.mail import Mail, Receipt, ring_nbytes
+from pdt.comm.shm.reduce import reduction_of
+from pdt.comm.shm.steps import Collectives
+from pdt.comm.shm.tensors import Outputs, Tensors, flat, listed
+from pdt.comm.shm.work import ShmWork, Steps
 from pdt.segment import exchange
 
 # torch declares these methods with overloads that no subclass meets: they are not checked.

@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from pdt.comm.shm_board import Board, header_nbytes
-from pdt.comm.shm_reduce import Reduction
-from pdt.comm.shm_work import Steps
+from pdt.comm.shm.board import Board, header_nbytes
+from pdt.comm.shm.reduce import Reduction
+from pdt.comm.shm.work import Steps
 from pdt.segment import Segment
 
 _copy = ctypes.memmove  # lets other threads run, and costs less than a tensor's copy_

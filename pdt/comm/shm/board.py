@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pdt.comm.shm_futex import X86, fence, sleep, wake
+from pdt.comm.shm.futex import X86, fence, sleep, wake
 from pdt.segment import Segment
 
 # Words of 8 bytes; the busy ones have cache lines of their own.

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from pdt.comm.shm_board import Board
-from pdt.comm.shm_steps import place
-from pdt.comm.shm_work import Steps
+from pdt.comm.shm.board import Board
+from pdt.comm.shm.steps import place
+from pdt.comm.shm.work import Steps
 from pdt.segment import Segment
 
 _LETTERS = 4
