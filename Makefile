@@ -15,8 +15,8 @@ help: ## show this list
 	@echo
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1	\2/p' Makefile
 	@echo
-	@echo "PYTHON=/path/to/python names the Python to use; TORCH_INDEX=cpu takes PyTorch's small"
-	@echo "build for machines without a GPU; VENV=folder puts the environment elsewhere."
+	@echo "PYTHON=/path/to/python names the Python to use; VENV=folder puts the environment elsewhere;"
+	@echo "TORCH_INDEX=address names an index with another build of torch (the CPU build is smaller)."
 
 setup: ## make the environment in .venv, or mend it
 	@sh tools/setup.sh

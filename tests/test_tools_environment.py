@@ -182,14 +182,6 @@ def test_another_python_or_index_means_a_new_environment(root: Path) -> None:
     assert "cpu, not from cu126" in (environment.must_start_over(venv, None, "cu126") or "")
 
 
-@pytest.mark.parametrize(
-    ("index", "address"),
-    [("cpu", "https://download.pytorch.org/whl/cpu"), ("file:///wheels", "file:///wheels")],
-)
-def test_an_index_is_a_name_or_an_address(index: str, address: str) -> None:
-    assert environment.index_url(index) == address
-
-
 @pytest.mark.parametrize("kind", ["folder", "file"])
 def test_what_is_no_environment_is_never_removed(
     root: Path, installed: list[Path], kind: str

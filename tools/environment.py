@@ -1,8 +1,8 @@
 """Make the environment in `.venv`, or mend it: run by `make setup`, by the Python it is made with.
 
 It uses the standard library only, and may be run again at any time: a ready environment costs a
-look. Environment variables: VENV (its folder), PYTHON (when the user names one) and TORCH_INDEX (a
-name like `cpu` or `cu126` of PyTorch's own package index, or a URL; else pip's own choice).
+look. Environment variables: VENV (its folder), PYTHON (when the user names one) and TORCH_INDEX
+(the address of a package index that has the build of torch you want; else pip's own choice).
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ ROOT = Path(__file__).resolve().parents[1]
 STAMP = "pdt-setup.txt"  # in the environment, written last
 LOOK = "import torch, cloudpickle, pdt; torch.zeros(1), cloudpickle.dumps; print(pdt.__file__)"
 MAKE = [sys.executable, "-m", "venv"]
-PYTORCH_INDEX = "https://download.pytorch.org/whl/"
 
 
 class SetupError(RuntimeError):
@@ -112,17 +111,12 @@ def install(venv: Path, root: Path, index: str) -> str | None:
     # Python compiles what it imports; to compile all of JupyterLab and torch takes a minute.
     command = [str(interpreter(venv).absolute()), "-m", "pip", "install", "--no-compile"]
     command += ["--no-input", "--disable-pip-version-check", "--constraint", "constraints.txt"]
-    command += ["--extra-index-url", index_url(index)] if index else []
+    command += ["--extra-index-url", index] if index else []
     command += [] if sys.stdout.isatty() else ["--quiet"]
     done = subprocess.run([*command, "--editable", ".[course,dev]"], cwd=root)
     if done.returncode != 0:
         return "pip could not install it (see above: is there a network, and space on the disk?)"
     return does_not_import(venv, root)
-
-
-def index_url(index: str) -> str:
-    """The address of a torch index: a name like `cpu` is one of PyTorch's own."""
-    return index if "/" in index else PYTORCH_INDEX + index
 
 
 def ready(venv: Path, root: Path, python: str | None, index: str) -> None:

@@ -2,7 +2,8 @@
 `pdt` must be the same, docstrings aside. A simpler one takes a name of its own (`NaiveDDP`).
 
 Lessons build what stands in the other folders; of the tools in TOOLS, only what their folder hands
-out is meant, since a learner cannot know the names inside.
+out is meant, since a learner cannot know the names inside. Solutions are free: the grader judges
+them by what they do.
 """
 
 from __future__ import annotations
@@ -82,11 +83,11 @@ def differences(notebook: Path, package: dict[str, dict[str, Definition]]) -> li
 
 
 def main(argv: list[str] | None = None, root: Path = ROOT) -> int:
-    """Compare every notebook and solution with the package; 0 when no name means two things."""
+    """Compare every lesson's notebook with the package; 0 when no name means two things."""
     argparse.ArgumentParser(prog="python -m tools.names", description=__doc__).parse_args(argv)
     package = package_definitions(root / "pdt")
     wrong = 0
-    paths = sorted([*root.glob("notebooks/*.ipynb"), *root.glob("solutions/*.ipynb")])
+    paths = sorted(root.glob("notebooks/*.ipynb"))
     for path in paths:
         for line in differences(path, package):
             print(f"{path.relative_to(root)}, {line}")

@@ -39,12 +39,10 @@ def _trials(dice: Dice) -> Iterator[Trial]:
             inputs = [dice.integers((numel,), dtype) for _ in range(n)]
             yield _trial(inputs, f"{numel} elements")
         for low, large in ((torch.bfloat16, 256), (torch.float16, 2048)):
-            where = dice.integer(0, n - 1)  # the rank whose term swallows the others one by one
-            inputs = [
-                torch.full((n + 1, 3), large if rank == where else 1, dtype=low)
-                for rank in range(n)
-            ]
-            yield _trial(inputs, f"{large} on rank {where}, 1 elsewhere, {low}")
+            where = dice.integer(0, min(1, n - 1))  # early, so that it swallows all that follow
+            numbers = [large if rank == where else 1 for rank in range(n)]
+            inputs = [torch.full((n + 1, 3), number, dtype=low) for number in numbers]
+            yield _trial(inputs, f"{large} on rank {where}, 1 elsewhere, {str(low)[6:]}")
         inputs = [dice.normal((101,)) for _ in range(n)]
         yield _trial(inputs, "normally distributed")
 
