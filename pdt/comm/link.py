@@ -28,7 +28,7 @@ from pdt.comm.record import Record
 from pdt.segment import exchange
 
 SLOTS = 256  # moments kept per stream: a rank may be this many messages ahead of its peer
-POLL_S = 20e-6
+SHORTEST_NAP_S, LONGEST_NAP_S = 20e-6, 1e-3
 
 
 class Port:
@@ -114,12 +114,14 @@ class Clock:
         """The moment that `rank` told; waits for it. Long ago (0.0) if it has been overwritten."""
         slot = 2 * (stream * SLOTS + count % SLOTS)
         view, deadline = self._views[rank], time.perf_counter() + self._timeout_s
+        nap_s = SHORTEST_NAP_S
         while view[slot] < count:
             if time.perf_counter() > deadline:
                 raise RuntimeError(
                     f"rank {rank} of the group never told when it made call #{count}"
                 )
-            time.sleep(POLL_S)
+            time.sleep(nap_s)
+            nap_s = min(2 * nap_s, LONGEST_NAP_S)
         return view[slot + 1] if view[slot] == count else 0.0
 
 

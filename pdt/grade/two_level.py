@@ -34,6 +34,8 @@ def _with_groups(all_reduce: Callable[..., Any], x: torch.Tensor, ranks_per_node
     own = [dist.new_group(ranks) for ranks in inside][node]
     fellows = [dist.new_group(ranks) for ranks in across][place]
     all_reduce(x, own, fellows)
+    for group in (own, fellows):  # each has threads of its own, and trials are many
+        dist.destroy_process_group(group)
 
 
 def _is_the_sum(run: Run) -> None:
