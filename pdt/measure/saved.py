@@ -194,7 +194,7 @@ def saved_activations(
 
     `sum(tensor.nbytes for tensor in saved_activations(block, x))` is the activation memory of
     `block` as Korthikanti et al. 2022, section 4 (arXiv:2205.05198) counts it, and besides the two
-    statistics per token of each layer norm (of its dtype on CPU), which the paper leaves out as small.
+    statistics per token of each layer norm, which the paper leaves out as small.
     """
     with SavedActivations(model) as saved:
         output = fn(*args)
