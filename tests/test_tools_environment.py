@@ -247,7 +247,7 @@ def run_setup(tmp_path: Path, **variables: str) -> subprocess.CompletedProcess[s
     return subprocess.run(command, env=environment_, capture_output=True, text=True, timeout=30)
 
 
-REAL = f'case "$1" in -m) echo "$0 $*";; *) exec {sys.executable} "$@";; esac'
+REAL = f'case "$1" in -m) echo "$0 $*";; *) exec {shlex.quote(sys.executable)} "$@";; esac'
 
 
 def test_the_newest_tested_python_is_taken(tmp_path: Path) -> None:

@@ -138,8 +138,8 @@ RANK_0_OF_2 = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_S
         ("--link-bandwidth 1e9", {}, "--strategy single has no link"),
         ("--strategy naive --link-bandwidth 0", RANK_0_OF_2, "bandwidth must be positive"),
         ("--text /no/such/file", {}, "--text /no/such/file: "),
-        (f"--text {sys.executable}", {}, "codec can't decode"),
-        (f"--out {__file__}/below", {}, f"--out {__file__}/below cannot be written: "),
+        (f"--text {shlex.quote(sys.executable)}", {}, "codec can't decode"),
+        (f"--out {shlex.quote(__file__)}/below", {}, f"--out {__file__}/below cannot be written: "),
     ],
 )
 def test_a_mistake_is_answered_by_one_line_and_exit_code_2(
@@ -154,7 +154,7 @@ def test_a_mistake_is_answered_by_one_line_and_exit_code_2(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit) as stop:
-        train.main(["--backend", "gloo", *flags.split()])
+        train.main(["--backend", "gloo", *shlex.split(flags)])
     answer = capsys.readouterr().err
     assert stop.value.code == 2
     assert answer.startswith("train.py: error: ")

@@ -107,6 +107,16 @@ def test_a_rank_that_does_not_answer_may_still_make_its_call():
     assert "not answering" in watchdog.table(states)
 
 
+def test_ranks_are_alike_when_every_call_has_its_counterpart():
+    done = [record("all_reduce", 2, waiting=False)]
+    give, take = record("send", 1, 1, waiting=False), record("recv", 1, 0, waiting=False)
+    assert watchdog.alike({0: state(*done), 1: state(*done)})
+    assert watchdog.alike({0: state(*done, give), 1: state(*done, take)})
+    assert not watchdog.alike({0: state(*done, give), 1: state(*done)})
+    assert not watchdog.alike({0: state(*done), 1: state(record("all_reduce", 1, waiting=False))})
+    assert not watchdog.alike({0: state(*done, record("all_reduce", 3)), 1: state(*done)})
+
+
 def test_a_call_that_fell_out_of_the_record_counts_as_made():
     ahead = state(record("all_reduce", 900, waiting=False))
     assert ahead.has_called(record("all_reduce", 3), caller=0)

@@ -175,13 +175,6 @@ class Call:
         return None
 
     def _sound(self) -> bool:
-        """Whether every rank answered and all their collectives match, with nothing in flight."""
-        states = [answer.state for answer in self._answers.values() if answer.state]
-        if len(states) < len(self._processes):
-            return False
-        collectives = [
-            {s: n for s, n in state.calls.items() if s[1] == "collective"} for state in states
-        ]
-        idle = not any(state.pending for state in states)
-        messages = any(s[1] != "collective" for state in states for s in state.calls)
-        return idle and not messages and all(calls == collectives[0] for calls in collectives)
+        """Whether every rank answered and the others have made the calls that match its own."""
+        states = {rank: answer.state for rank, answer in self._answers.items() if answer.state}
+        return len(states) == len(self._processes) and watchdog.alike(states)

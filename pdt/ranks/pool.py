@@ -88,6 +88,11 @@ class Ranks:
         takes_namespace: bool = False,
         printer: Printer | None = None,
     ) -> list[Any]:
+        if self._owner != os.getpid():
+            raise RuntimeError(
+                "these Ranks belong to the process that made them, and this is a fork of it: "
+                "make new Ranks here"
+            )
         if not self._processes:
             self._start()
         message = _pack(Task(fn, args, kwargs, takes_namespace, self._new_sources()))
@@ -115,11 +120,6 @@ class Ranks:
 
     def _start(self) -> None:
         self._sent_sources.clear()
-        if self._owner != os.getpid():
-            raise RuntimeError(
-                "these Ranks belong to the process that made them, and this is a fork of it: "
-                "make new Ranks here"
-            )
         self._processes, self._store = start(
             self.world_size, self.backend, self.link, self.timeout_s
         )

@@ -73,6 +73,25 @@ def deadlocked(states: States) -> bool:
     return bool(at_work) and all(missing(rank, states) for rank in at_work)
 
 
+def alike(states: Mapping[int, RankState]) -> bool:
+    """Whether nothing is in flight and every call has its counterparts on the other ranks.
+
+    Groups that are not of all ranks, and receives from any source, count as not alike.
+    """
+    if any(state.pending for state in states.values()):
+        return False
+    for rank, state in states.items():
+        for (group, op, peer), count in state.calls.items():
+            if op == "collective":
+                matching = [other.calls.get((group, op, None)) for other in states.values()]
+            else:
+                mirror = (group, "recv" if op == "send" else "send", rank)
+                matching = [states[peer].calls.get(mirror) if peer in states else None]
+            if any(other != count for other in matching):
+                return False
+    return True
+
+
 def _is_message(record: Record) -> bool:
     return record.op in ("send", "recv")
 
