@@ -86,8 +86,8 @@ def alike(states: Mapping[int, RankState]) -> bool:
                 matching = [other.calls.get((group, op, None)) for other in states.values()]
             else:
                 mirror = (group, "recv" if op == "send" else "send", rank)
-                matching = [states[peer].calls.get(mirror) if peer in states else None]
-            if any(other != count for other in matching):
+                matching = [] if peer is None else [states[peer].calls.get(mirror)]
+            if not matching or any(other != count for other in matching):
                 return False
     return True
 
