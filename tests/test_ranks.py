@@ -233,6 +233,7 @@ def test_a_result_that_cannot_be_sent_is_named_and_the_ranks_live_on(pool, tmp_p
     assert pool(2).run(os.getpid) == pids
 
 
+@pytest.mark.slow
 def test_a_script_needs_no_main_guard(tmp_path):
     script = tmp_path / "a script.py"
     script.write_text(

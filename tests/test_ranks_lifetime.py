@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow  # each test starts an interpreter and a server that import torch
+
 PARENT = """
 import os, sys, threading, time
 import torch
