@@ -1,0 +1,62 @@
+"""The README's figures are those of `benchmarks/results`, and what it names exists."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def rows(name: str) -> list[dict[str, Any]]:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["rows"]
+
+
+def line(words: str) -> str:
+    return next(line for line in README.splitlines() if words in line)
+
+
+def value(what: str, key: str) -> float:
+    return next(row[key] for row in rows("ranks") if row["what"] == what)
+
+
+def test_the_start_and_the_call_of_ranks_are_as_measured() -> None:
+    start_s = value("warm start of 4 ranks", "median_s")
+    ratio = value("spawn / warm start, 4 ranks", "ratio")
+    assert f"{start_s:.2f} s, {ratio:.0f} times faster" in line("warm start")
+    assert f"{1e3 * value('empty call on 4 ranks', 'median_s'):.1f} ms" in line("an empty call")
+
+
+def test_shared_memory_s_figures_are_as_measured() -> None:
+    faster = {
+        (row["ranks"], row["nbytes"]): row["times faster"]
+        for row in rows("shm")
+        if row["op"] == "all_reduce"
+    }
+    for ranks in (2, 4):
+        large = [faster[ranks, nbytes] for nbytes in (2**20, 2**23, 2**26)]
+        said = f"{min(large):.1f} to {max(large):.1f}"
+        assert said in line("all-reduce 1 to 64 MiB")
+        assert f"{faster[ranks, 1024]:.1f}" in line("all-reduce of 1 KiB")
+
+
+@pytest.mark.parametrize("op", ["all_gather", "reduce_scatter"])
+def test_the_collectives_figures_are_as_measured(op: str) -> None:
+    faster = {
+        (row["ranks"], row["KiB"]): row["speed"]
+        for row in rows("collectives")
+        if row["operation"] == op and row["version"] == "direct"
+    }
+    for ranks in (2, 4):
+        said = ", ".join(f"{faster[ranks, mib * 1024]:.1f}" for mib in (16, 32, 64))
+        assert said in line(f"`collectives.{op}`")
+
+
+def test_what_the_readme_links_to_exists() -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", README):
+        assert (ROOT / target).exists(), target
