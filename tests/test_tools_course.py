@@ -120,3 +120,13 @@ def test_a_machine_without_a_gpu_is_told_so(capsys: pytest.CaptureFixture[str]) 
         return
     assert gpu.main([]) == 1
     assert "sees no CUDA device" in capsys.readouterr().err
+
+
+def test_jupyterlab_is_kept_from_asking_and_settings_that_exist_stay(tmp_path: Path) -> None:
+    settings = tmp_path / "share/jupyter/lab/settings/overrides.json"
+    course.ask_no_questions(tmp_path)
+    assert json.loads(settings.read_text())[course.NOTIFICATIONS]["fetchNews"] == "false"
+    settings.write_text("{}")
+    course.ask_no_questions(tmp_path)
+    assert settings.read_text() == "{}"
+    course.ask_no_questions(settings)  # a file, where no folder can be made

@@ -6,7 +6,9 @@ The server listens on this machine only, on a free port, with a token of its own
 from __future__ import annotations
 
 import argparse
+import contextlib
 import getpass
+import json
 import os
 import secrets
 import socket
@@ -18,6 +20,7 @@ from tools.normalise import ROOT
 from tools.notebooks import find
 
 FIRST_PORT, LAST_PORT = 8888, 8987
+NOTIFICATIONS = "@jupyterlab/apputils-extension:notification"
 
 
 def free_port(first: int = FIRST_PORT, last: int = LAST_PORT) -> int:
@@ -53,6 +56,17 @@ def directions(port: int, token: str, notebook: str, environment: Mapping[str, s
     )
 
 
+def ask_no_questions(prefix: Path) -> None:
+    """Keep this environment's JupyterLab from asking about its news and looking for updates."""
+    settings = prefix / "share" / "jupyter" / "lab" / "settings" / "overrides.json"
+    if settings.exists():
+        return
+    quiet = {NOTIFICATIONS: {"fetchNews": "false", "checkForUpdates": False}}
+    with contextlib.suppress(OSError):  # a lesson is not lost for want of it
+        settings.parent.mkdir(parents=True, exist_ok=True)
+        settings.write_text(json.dumps(quiet, indent=1) + "\n")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Become the JupyterLab server; 2 when the lesson asked for does not exist."""
     parser = argparse.ArgumentParser(prog="python -m tools.course", description=__doc__)
@@ -75,6 +89,8 @@ def main(argv: list[str] | None = None) -> int:
     print(directions(port, token, relative, os.environ), flush=True)
     # By the environment, so that the token does not stand in the list of processes.
     environment = {**os.environ, "JUPYTER_TOKEN": token, "JUPYTER_PREFER_ENV_PATH": "1"}
+    if sys.prefix != sys.base_prefix:
+        ask_no_questions(Path(sys.prefix))
     os.chdir(ROOT)
     os.execve(sys.executable, command, environment)
 
