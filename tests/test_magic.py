@@ -6,13 +6,14 @@ import pytest
 import torch.distributed as dist
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
+from traitlets.config import Config
 
 from pdt import RankError, Ranks
 
 
 @pytest.fixture
 def shell():
-    shell = InteractiveShell.instance()
+    shell = InteractiveShell.instance(config=Config({"HistoryManager": {"enabled": False}}))
     shell.run_line_magic("load_ext", "pdt")
     yield shell
     if isinstance(ranks := shell.user_ns.get("ranks"), Ranks):
