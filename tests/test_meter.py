@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 
 import pytest
 import torch
@@ -19,6 +20,9 @@ def counted(fn, *args):
     """Run `fn` under the meter in a rank; (op, calls, nbytes, wire_nbytes) per operation."""
     with meter() as m:
         fn(*args)
+    until_s = time.monotonic() + 5
+    while any(record.end_s is None for record in m.records) and time.monotonic() < until_s:
+        time.sleep(0.001)  # who waits for a future may wake before the callback that stamps it
     assert all(record.end_s >= record.start_s for record in m.records)
     return {op: (t.calls, t.nbytes, t.wire_nbytes) for op in m.ops() for t in [m.total(op)]}
 
@@ -136,8 +140,6 @@ def test_blocks_nest_and_end(pool):
 
 def test_an_asynchronous_call_ends_when_it_ends_and_not_when_it_is_waited_for(pool):
     def fn():
-        import time
-
         dist.barrier()
         with meter() as m:
             work = dist.all_reduce(torch.ones(4), async_op=True)
