@@ -1,0 +1,62 @@
+"""What a bucket sends: its gradients, or something smaller from which the sum is rebuilt.
+
+A hook is a generator function. DDP calls it when a bucket is full; it begins its communication and
+yields the work, which DDP waits for at the end of backward; then the hook goes on, to another yield
+or to its end, when `bucket.flat` must hold the sum over ranks. Rounds of several buckets alternate
+in the same order on all ranks. (torch's hooks are functions that return a future.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(eq=False)
+class GradBucket:
+    """One bucket's gradients on this rank, already divided by the number of ranks.
+
+    `flat` is the 1-D buffer, `views` its parts, shaped like the parameters. `is_last` is true of
+    the bucket that is sent last.
+    """
+
+    index: int
+    flat: Tensor
+    views: list[Tensor]
+    is_last: bool
+
+
+Rounds = Iterator[Any]  # of works: what is yielded has wait()
+Hook = Callable[[GradBucket, dist.ProcessGroup | None], Rounds]
+
+
+def all_reduce_hook(bucket: GradBucket, group: dist.ProcessGroup | None) -> Rounds:
+    """The gradients as they are: the default."""
+    yield dist.all_reduce(bucket.flat, group=group, async_op=True)
+
+
+def noop_hook(bucket: GradBucket, group: dist.ProcessGroup | None) -> Rounds:
+    """Nothing: the step that free communication would give. The gradients are wrong."""
+    return
+    yield
+
+
+def bf16_hook(bucket: GradBucket, group: dist.ProcessGroup | None) -> Rounds:
+    """Half the bytes of fp32, its range, 8 bits of precision; the sum is rounded at each hop."""
+    return _cast(bucket, group, torch.bfloat16)
+
+
+def fp16_hook(bucket: GradBucket, group: dist.ProcessGroup | None) -> Rounds:
+    """Half the bytes of fp32 and 11 bits of precision, for magnitudes of 6e-8 to 65504."""
+    return _cast(bucket, group, torch.float16)
+
+
+def _cast(bucket: GradBucket, group: dist.ProcessGroup | None, dtype: torch.dtype) -> Rounds:
+    small = bucket.flat.to(dtype)
+    yield dist.all_reduce(small, group=group, async_op=True)
+    bucket.flat.copy_(small)

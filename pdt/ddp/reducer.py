@@ -1,0 +1,314 @@
+"""One backward pass of data parallelism: gradients into buckets, buckets onto the wire, and back.
+
+Until the first synchronised backward ends, the reducer is *learning*: gradients stay in `.grad`,
+and it notes in which order they come and how often each. Then the ranks exchange their notes, the
+buckets are laid out in rank 0's order, and everything is sent. From then on a bucket is sent as
+soon as it is full, lower indices first, so that all ranks make the same calls in the same order.
+
+Li et al. 2020, sections 3.2 and 4.2 (arXiv:2006.15704).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge
+
+from pdt.ddp.hooks import Rounds
+from pdt.ddp.notes import IDLE, exchange_notes, missing_text
+from pdt.ddp.slots import Filling, Settings, Slot, make_buckets, set_grad_dtype
+
+
+class Reducer:
+    """Averages the gradients of `named_params` over the ranks of a group, in every backward.
+
+    Each rank holds the mean in `.grad` when a synchronised `backward()` returns. `plan` is the
+    current assignment, `scale` what each rank's gradients are multiplied by, `sync` whether a
+    backward is synchronised that begins without a word from `begin`, and `before_sync` is called
+    when a synchronised one begins.
+    """
+
+    def __init__(
+        self, named_params: Sequence[tuple[str, nn.Parameter]], settings: Settings
+    ) -> None:
+        self.settings = settings
+        self.slots = [Slot(name, p, get_gradient_edge(p).node) for name, p in named_params]
+        self.plan = settings.plan([slot.param for slot in self.slots])
+        self.scale = 1 / dist.get_world_size(settings.group)
+        self.sync = True
+        self.before_sync: Callable[[], object] = lambda: None
+        self._buckets: list[Filling] = []
+        self._task: int | None = None  # autograd's number of the backward that is open
+        self._syncing = False
+        self._arrived, self._last = 0, [0] * len(self.slots)  # learning: each one's last place
+        self._next = 0  # the bucket to be sent next
+        self._in_flight: list[tuple[Rounds, Any]] = []
+        self.close = weakref.finalize(self, _release, _listen(self), self._params(), settings)
+
+    def _params(self) -> list[nn.Parameter]:
+        return [slot.param for slot in self.slots]
+
+    # The beginning of a backward
+
+    def begin(self, sync: bool, _grad: Tensor | None = None) -> None:
+        """A backward has reached an output of the module, or its first parameter.
+
+        An output is reached in the outermost of nested backwards, so the end of a nested one (of a
+        re-entrant checkpoint) is not taken for the end of all. Another output of the same backward
+        may be synchronised when the first was not.
+        """
+        task = torch._C._current_graph_task_id()
+        if self._task not in (task, None):
+            self.abandon()
+        if self._task is None:
+            self._task = task
+            Variable._execution_engine.queue_callback(self._end)
+        if sync and not self._syncing:
+            self._syncing = True
+            self.before_sync()
+            if self.settings.find_unused:
+                self._look_ahead()
+
+    def _look_ahead(self) -> None:
+        """Do not wait for parameters to which this backward's graph does not lead."""
+        for slot in self.slots:
+            slot.skipped = not slot.hidden and not _is_reached(slot)
+            if slot.skipped and self._buckets:
+                slot.fill(self.scale)
+                slot.bucket.pending -= 1
+        self._send_full()
+
+    # A gradient has come
+
+    def arrive(self, index: int) -> None:
+        """Autograd has accumulated the gradient of parameter `index` in `.grad`."""
+        slot = self.slots[index]
+        if self._task is None:
+            self.begin(self.sync)
+        grad = slot.param.grad
+        if grad is None:
+            return
+        if grad.requires_grad:
+            raise RuntimeError(
+                f"{slot.name!r} got a gradient with a graph of its own (create_graph=True), which "
+                "DDP cannot average: ask torch.autograd.grad for the inputs' gradients with "
+                "create_graph=True, or use ddp.module(...) for gradients of this rank alone"
+            )
+        if not self._syncing:
+            self._keep(slot, grad)
+        elif not self._buckets:
+            slot.fired += 1
+            slot.hidden = slot.skipped
+            self._arrived += 1
+            self._last[index] = self._arrived
+        else:
+            self._take(slot, grad)
+
+    def _keep(self, slot: Slot, grad: Tensor) -> None:
+        """Accumulate in the bucket, where the gradient needs no place of its own."""
+        slot.unreduced = True
+        if self._buckets and grad is not slot.view:
+            slot.put(grad, 1.0)
+            slot.param.grad = slot.view
+
+    def _take(self, slot: Slot, grad: Tensor) -> None:
+        """Move the gradient into its bucket; send the bucket if it was the last one missing."""
+        if slot.bucket.sent or slot.skipped:
+            raise RuntimeError(_late_text(slot))
+        if slot.fired and grad is not slot.view:
+            slot.view.add_(grad, alpha=self.scale)
+        else:
+            slot.put(grad, self.scale)
+        slot.param.grad = None  # so that a second gradient of this backward comes by itself
+        slot.fired += 1
+        if slot.fired == slot.expected:
+            slot.bucket.pending -= 1
+            if slot.bucket.pending == 0:
+                self._send_full()
+
+    # Sending, and the end
+
+    def _send_full(self) -> None:
+        while self._next < len(self._buckets) and self._buckets[self._next].pending == 0:
+            bucket = self._buckets[self._next]
+            bucket.sent = True
+            self._next += 1
+            if bucket.flat.numel():
+                self._advance(self.settings.hook(bucket, self.settings.group))
+
+    def _advance(self, rounds: Rounds) -> None:
+        """Run a hook up to the next work that it waits for, or to its end."""
+        work = next(rounds, None)
+        if work is not None:
+            self._in_flight.append((rounds, work))
+
+    def _wait(self) -> None:
+        while self._in_flight:
+            waiting, self._in_flight = self._in_flight, []
+            for rounds, work in waiting:
+                work.wait()
+                self._advance(rounds)
+
+    def _end(self) -> None:
+        """The backward is over: send what is left, wait, and hand out the means."""
+        try:
+            if self._syncing and any(slot.contributes for slot in self.slots):
+                if not self._buckets:
+                    self._learn(self._last_places())
+                self._finish()
+            elif self._syncing:  # nothing has come: was it torch.autograd.grad?
+                for slot in self.slots:
+                    _is_reached(slot)
+        finally:
+            self._reset()
+
+    def _last_places(self) -> list[int]:
+        """As the notes want them; what only earlier backwards accumulated comes behind."""
+        places = list(self._last)
+        for index, slot in enumerate(self.slots):
+            if slot.contributes and not slot.fired:
+                self._arrived += 1
+                places[index] = self._arrived
+        return places
+
+    def _learn(self, last: list[int]) -> None:
+        """Exchange notes with the other ranks and lay out the buckets in the order that came."""
+        settings = self.settings
+        notes = exchange_notes(last, settings.group, self.slots[0].param.device)
+        if notes.missing and not settings.find_unused:
+            for slot in self.slots:
+                slot.param.grad = None  # nobody must take this rank's own gradients for means
+            named = {r: [self.slots[i].name for i in idle] for r, idle in notes.missing.items()}
+            raise RuntimeError(missing_text(named))
+        self.plan = settings.plan(self._params(), notes.order)
+        self._buckets = make_buckets(self.plan, self.slots, self.scale)
+        for slot in self.slots:
+            slot.expected = max(slot.fired, 1)
+
+    def _finish(self) -> None:
+        for slot in self.slots:
+            if not slot.fired and not slot.filled:
+                slot.fill(self.scale)
+        for bucket in self._buckets:
+            bucket.pending = 0
+        self._send_full()
+        contributing = [slot.contributes for slot in self.slots]
+        used = self._used_by_any(contributing) if self.settings.find_unused else contributing
+        self._wait()
+        missing = []
+        for slot, is_used in zip(self.slots, used, strict=True):
+            slot.param.grad = slot.view if is_used else slot.kept
+            slot.unreduced = False
+            if not is_used and not self.settings.find_unused and slot.param.requires_grad:
+                missing.append(slot.name)
+        if missing:
+            raise RuntimeError(missing_text({dist.get_rank(self.settings.group): missing}))
+
+    def _used_by_any(self, own: list[bool]) -> list[bool]:
+        """Which parameters have a gradient on some rank; waits for the buckets before it."""
+        used = torch.tensor(own, dtype=torch.int32, device=self.slots[0].param.device)
+        work = dist.all_reduce(used, group=self.settings.group, async_op=True)
+        self._wait()
+        work.wait()
+        return own if all(own) else [count > 0 for count in used.tolist()]
+
+    def shadow(self) -> None:
+        """Make the calls of one synchronised backward with zeros, for ranks that still have one."""
+        if not self._buckets:
+            self._learn([IDLE] * len(self.slots))
+        for bucket in self._buckets:
+            bucket.flat.zero_()
+            bucket.pending = 0
+        self._send_full()
+        if self.settings.find_unused:
+            self._used_by_any([False] * len(self.slots))
+        self._wait()
+        self._reset()
+
+    def abandon(self) -> None:
+        """Forget a backward that ended in an exception; the next one starts afresh."""
+        while self._in_flight:
+            _, work = self._in_flight.pop()
+            try:
+                work.wait()
+            except RuntimeError:
+                pass  # its buffer is free, and that is all that is asked
+        self._reset()
+
+    @property
+    def is_open(self) -> bool:
+        return self._task is not None
+
+    def _reset(self) -> None:
+        self._task, self._syncing, self._next = None, False, 0
+        self._arrived, self._last = 0, [0] * len(self.slots)
+        for slot in self.slots:
+            slot.fired, slot.skipped, slot.filled, slot.kept = 0, False, False, None
+        for bucket in self._buckets:
+            bucket.reset()
+
+
+def _is_reached(slot: Slot) -> bool:
+    """Whether the backward that is running leads to this parameter."""
+    try:
+        return torch._C._will_engine_execute_node(slot.node)
+    except RuntimeError as error:  # so torch says that autograd.grad captures the leaf
+        raise RuntimeError(
+            f"torch.autograd.grad was asked for the gradient of {slot.name!r}, which DDP cannot "
+            "average: call loss.backward(), or use ddp.module(...) for gradients of this rank alone"
+        ) from error
+
+
+def _late_text(slot: Slot) -> str:
+    if slot.skipped:
+        slot.hidden = True
+        return (
+            f"{slot.name!r} got a gradient though the graph did not lead to it: with "
+            "find_unused_parameters=True use checkpoint(..., use_reentrant=False)"
+        )
+    return (
+        f"{slot.name!r} got a gradient after its bucket was sent: the first backward gave it "
+        f"{slot.expected}, this one gives it more (a re-entrant checkpoint that runs a layer more "
+        "often?). Use checkpoint(..., use_reentrant=False), or wrap the model again"
+    )
+
+
+def _listen(reducer: Reducer) -> list[Any]:
+    """Hooks on the parameters, which hold the reducer only weakly: dropped with it."""
+    for slot in reducer.slots:
+        hooks = getattr(slot.param, "_post_accumulate_grad_hooks", None) or {}
+        for hook in hooks.values():
+            if isinstance(hook, partial) and hook.func is _arrived and hook.args[0]() is not None:
+                raise ValueError(
+                    f"{slot.name!r} belongs to another DDP, which averages its gradient already: "
+                    "drop that one first (del ddp), or go on with it"
+                )
+    if reducer.settings.grad_dtype is not None:
+        for slot in reducer.slots:
+            set_grad_dtype(slot.param, reducer.settings.grad_dtype)
+    ref = weakref.ref(reducer)
+    return [
+        slot.param.register_post_accumulate_grad_hook(partial(_arrived, ref, index))
+        for index, slot in enumerate(reducer.slots)
+    ]
+
+
+def _arrived(ref: weakref.ref[Reducer], index: int, _param: Tensor) -> None:
+    reducer = ref()
+    if reducer is not None:
+        reducer.arrive(index)
+
+
+def _release(handles: list[Any], params: list[nn.Parameter], settings: Settings) -> None:
+    for handle in handles:
+        handle.remove()
+    if settings.grad_dtype is not None:
+        for param in params:
+            set_grad_dtype(param, param.dtype)

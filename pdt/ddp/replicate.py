@@ -1,0 +1,96 @@
+"""What makes the ranks' models equal: one exchange that compares them, and rank 0's values."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from pdt.buckets import assign_buckets
+from pdt.flat import flatten, unflatten
+
+PIECE_MB = 25.0  # of one broadcast
+
+
+def describe(module: nn.Module) -> list[str]:
+    """One line per parameter and buffer: what must be the same on every rank."""
+    return [
+        *(_line("parameter", n, p) for n, p in module.named_parameters(remove_duplicate=False)),
+        *(_line("buffer", n, b) for n, b in module.named_buffers(remove_duplicate=False)),
+    ]
+
+
+def _line(kind: str, name: str, tensor: Tensor) -> str:
+    if is_lazy(tensor):
+        return f"{kind} {name} without a shape"
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    grad = ", requires_grad" if tensor.requires_grad else ""
+    return f"{kind} {name} {tuple(tensor.shape)} {dtype}, strides {tensor.stride()}{grad}"
+
+
+def check_same(lines: Sequence[str], group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """Raises the same ValueError on every rank unless all pass the same lines.
+
+    One all-gather of 32 bytes, a digest of the lines; only when the digests differ are the lines
+    themselves exchanged, to say who holds what.
+    """
+    text = "\n".join(lines).encode()
+    digest = hashlib.sha256(text).digest()
+    digests = _gather_bytes(digest, len(digest), group, device)
+    if all(other == digest for other in digests):
+        return
+    lengths = [int.from_bytes(x, "big") for x in _gather_bytes(_eight(len(text)), 8, group, device)]
+    texts = _gather_bytes(text, max(lengths), group, device)
+    held = [t[:n].decode().split("\n") for t, n in zip(texts, lengths, strict=True)]
+    raise ValueError(f"every rank must wrap the same model, but {_first_difference(held)}")
+
+
+def _eight(number: int) -> bytes:
+    return number.to_bytes(8, "big")
+
+
+def _gather_bytes(
+    own: bytes, nbytes: int, group: dist.ProcessGroup | None, device: torch.device
+) -> list[bytes]:
+    padded = own.ljust(nbytes, b"\0")
+    sent = torch.tensor(list(padded), dtype=torch.uint8, device=device)
+    received = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(received, sent, group=group)
+    return [bytes(part.tolist()) for part in received]
+
+
+def _first_difference(held: Sequence[Sequence[str]]) -> str:
+    """The first line in which the ranks differ, as each holds it."""
+    for i in range(max(map(len, held))):
+        lines = [lines[i] if i < len(lines) else "nothing more" for lines in held]
+        if len(set(lines)) > 1:
+            return "; ".join(f"rank {rank} holds {line}" for rank, line in enumerate(lines))
+    raise AssertionError("equal lines have equal digests")
+
+
+@torch.no_grad()
+def broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup | None, source: int = 0) -> None:
+    """Every rank holds group rank `source`'s values afterwards.
+
+    One broadcast for each dtype and device and about 25 MiB, as bytes, so that any dtype travels.
+    Autograd's version counters stay as they are: a graph that saved one of these tensors (a buffer
+    that is sent again before backward) remains valid.
+    """
+    if not tensors:
+        return
+    root = source if group is None else dist.get_global_rank(group, source)
+    receives = dist.get_rank(group) != source
+    plan = assign_buckets(tensors, bucket_cap_mb=PIECE_MB, first_bucket_mb=PIECE_MB)
+    for bucket in plan:
+        if bucket.numel == 0:
+            continue
+        parts = [tensors[i].data for i in bucket.params]
+        flat = flatten(parts)
+        dist.broadcast(flat.view(torch.uint8), src=root, group=group)
+        if receives:
+            for part, sent in zip(parts, unflatten(flat, parts), strict=True):
+                part.copy_(sent)
