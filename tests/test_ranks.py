@@ -37,6 +37,19 @@ def test_a_closure_and_arguments_travel(pool):
     assert pool(2).run(fn, 2, b=1) == [7, 8]
 
 
+def test_a_name_that_torch_has_too_does_not_keep_a_function_from_travelling(pool):
+    class Metered:
+        def ops(self):
+            return ["all_reduce"]
+
+        classes = 1
+
+    def fn():
+        return torch.ones(1).item(), Metered().ops(), Metered.classes
+
+    assert pool(2).run(fn) == [(1.0, ["all_reduce"], 1)] * 2
+
+
 def test_a_collective_runs_among_them(pool):
     def total():
         tensor = torch.full((3,), float(dist.get_rank() + 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import io
 import marshal
 import os
@@ -16,6 +17,7 @@ import cloudpickle
 import torch
 
 PIECE_NBYTES = 1 << 20
+_MODULE_LIKE = (type(torch.ops), type(torch.classes))  # modules that cloudpickle cannot carry
 
 
 class _Pickler(cloudpickle.Pickler):
@@ -24,6 +26,8 @@ class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, types.CodeType):  # as it is: cloudpickle would forget the file's name
             return marshal.loads, (marshal.dumps(obj),)
+        if type(obj) in _MODULE_LIKE:  # a name in a function, `m.ops()`, reads as one of torch's
+            return importlib.import_module, (obj.__name__,)
         if isinstance(obj, torch.Tensor) and obj.device.type != "cpu":
             obj = obj.cpu()
             if type(obj) is not torch.Tensor or obj.layout is not torch.strided:
