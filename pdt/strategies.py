@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pdt.comm.cost import wire_nbytes
+from pdt.ddp import DDP
 
 
 def replicated_nbytes(model: nn.Module, n: int) -> dict[str, int]:
@@ -29,9 +30,9 @@ class Strategy:
     """`wrap` takes the model before training, `optimizer` makes the optimizer, `after_backward`
     runs between `loss.backward()` and `optimizer.step()`. The formulas, for n ranks:
     `held_nbytes(model, n)` is what a rank holds after a step, by kind, and
-    `step_wire_nbytes(model, n)` is what it sends in one."""
+    `step_wire_nbytes(model, n)` is what it sends in one, from the second on."""
 
-    wrap: Callable[[nn.Module], nn.Module] = lambda model: model
+    wrap: Callable[..., nn.Module] = lambda model: model
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
     after_backward: Callable[[nn.Module], None] = lambda model: None
     held_nbytes: Callable[[nn.Module, int], dict[str, int]] = replicated_nbytes
@@ -72,6 +73,12 @@ def _naive_wire_nbytes(model: nn.Module, n: int) -> float:
     return wire_nbytes("all_reduce", nbytes, n)
 
 
+def _ddp_wire_nbytes(model: nn.Module, n: int) -> float:
+    """2(n-1)/n of the gradients, however many buckets they travel in."""
+    nbytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    return wire_nbytes("all_reduce", nbytes, n)
+
+
 STRATEGIES = {
     "single": Strategy(distributed=False),
     "naive": Strategy(
@@ -79,4 +86,5 @@ STRATEGIES = {
         after_backward=average_gradients,
         step_wire_nbytes=_naive_wire_nbytes,
     ),
+    "ddp": Strategy(wrap=DDP, step_wire_nbytes=_ddp_wire_nbytes),
 }

@@ -10,9 +10,7 @@ Li et al. 2020, sections 3.2 and 4.2 (arXiv:2006.15704).
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +20,9 @@ from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 
 from pdt.ddp.hooks import Rounds
+from pdt.ddp.listen import listen
 from pdt.ddp.notes import IDLE, exchange_notes, missing_text
-from pdt.ddp.slots import Filling, Settings, Slot, make_buckets, set_grad_dtype
+from pdt.ddp.slots import Filling, Settings, Slot, make_buckets
 
 
 class Reducer:
@@ -40,7 +39,8 @@ class Reducer:
     ) -> None:
         self.settings = settings
         self.slots = [Slot(name, p, get_gradient_edge(p).node) for name, p in named_params]
-        self.plan = settings.plan([slot.param for slot in self.slots])
+        self.params = [param for _, param in named_params]
+        self.plan = settings.plan(self.params)
         self.scale = 1 / dist.get_world_size(settings.group)
         self.sync = True
         self.before_sync: Callable[[], object] = lambda: None
@@ -50,10 +50,7 @@ class Reducer:
         self._arrived, self._last = 0, [0] * len(self.slots)  # learning: each one's last place
         self._next = 0  # the bucket to be sent next
         self._in_flight: list[tuple[Rounds, Any]] = []
-        self.close = weakref.finalize(self, _release, _listen(self), self._params(), settings)
-
-    def _params(self) -> list[nn.Parameter]:
-        return [slot.param for slot in self.slots]
+        self.close = listen(self, named_params, settings.grad_dtype)
 
     # The beginning of a backward
 
@@ -79,7 +76,7 @@ class Reducer:
     def _look_ahead(self) -> None:
         """Do not wait for parameters to which this backward's graph does not lead."""
         for slot in self.slots:
-            slot.skipped = not slot.hidden and not _is_reached(slot)
+            slot.skipped = not slot.hidden and not slot.is_reached()
             if slot.skipped and self._buckets:
                 slot.fill(self.scale)
                 slot.bucket.pending -= 1
@@ -121,7 +118,7 @@ class Reducer:
     def _take(self, slot: Slot, grad: Tensor) -> None:
         """Move the gradient into its bucket; send the bucket if it was the last one missing."""
         if slot.bucket.sent or slot.skipped:
-            raise RuntimeError(_late_text(slot))
+            raise RuntimeError(slot.late_text())
         if slot.fired and grad is not slot.view:
             slot.view.add_(grad, alpha=self.scale)
         else:
@@ -165,7 +162,7 @@ class Reducer:
                 self._finish()
             elif self._syncing:  # nothing has come: was it torch.autograd.grad?
                 for slot in self.slots:
-                    _is_reached(slot)
+                    slot.is_reached()
         finally:
             self._reset()
 
@@ -187,7 +184,7 @@ class Reducer:
                 slot.param.grad = None  # nobody must take this rank's own gradients for means
             named = {r: [self.slots[i].name for i in idle] for r, idle in notes.missing.items()}
             raise RuntimeError(missing_text(named))
-        self.plan = settings.plan(self._params(), notes.order)
+        self.plan = settings.plan(self.params, notes.order)
         self._buckets = make_buckets(self.plan, self.slots, self.scale)
         for slot in self.slots:
             slot.expected = max(slot.fired, 1)
@@ -234,8 +231,7 @@ class Reducer:
 
     def abandon(self) -> None:
         """Forget a backward that ended in an exception; the next one starts afresh."""
-        while self._in_flight:
-            _, work = self._in_flight.pop()
+        for _, work in self._in_flight:
             try:
                 work.wait()
             except RuntimeError:
@@ -248,67 +244,9 @@ class Reducer:
 
     def _reset(self) -> None:
         self._task, self._syncing, self._next = None, False, 0
+        self._in_flight = []
         self._arrived, self._last = 0, [0] * len(self.slots)
         for slot in self.slots:
             slot.fired, slot.skipped, slot.filled, slot.kept = 0, False, False, None
         for bucket in self._buckets:
             bucket.reset()
-
-
-def _is_reached(slot: Slot) -> bool:
-    """Whether the backward that is running leads to this parameter."""
-    try:
-        return torch._C._will_engine_execute_node(slot.node)
-    except RuntimeError as error:  # so torch says that autograd.grad captures the leaf
-        raise RuntimeError(
-            f"torch.autograd.grad was asked for the gradient of {slot.name!r}, which DDP cannot "
-            "average: call loss.backward(), or use ddp.module(...) for gradients of this rank alone"
-        ) from error
-
-
-def _late_text(slot: Slot) -> str:
-    if slot.skipped:
-        slot.hidden = True
-        return (
-            f"{slot.name!r} got a gradient though the graph did not lead to it: with "
-            "find_unused_parameters=True use checkpoint(..., use_reentrant=False)"
-        )
-    return (
-        f"{slot.name!r} got a gradient after its bucket was sent: the first backward gave it "
-        f"{slot.expected}, this one gives it more (a re-entrant checkpoint that runs a layer more "
-        "often?). Use checkpoint(..., use_reentrant=False), or wrap the model again"
-    )
-
-
-def _listen(reducer: Reducer) -> list[Any]:
-    """Hooks on the parameters, which hold the reducer only weakly: dropped with it."""
-    for slot in reducer.slots:
-        hooks = getattr(slot.param, "_post_accumulate_grad_hooks", None) or {}
-        for hook in hooks.values():
-            if isinstance(hook, partial) and hook.func is _arrived and hook.args[0]() is not None:
-                raise ValueError(
-                    f"{slot.name!r} belongs to another DDP, which averages its gradient already: "
-                    "drop that one first (del ddp), or go on with it"
-                )
-    if reducer.settings.grad_dtype is not None:
-        for slot in reducer.slots:
-            set_grad_dtype(slot.param, reducer.settings.grad_dtype)
-    ref = weakref.ref(reducer)
-    return [
-        slot.param.register_post_accumulate_grad_hook(partial(_arrived, ref, index))
-        for index, slot in enumerate(reducer.slots)
-    ]
-
-
-def _arrived(ref: weakref.ref[Reducer], index: int, _param: Tensor) -> None:
-    reducer = ref()
-    if reducer is not None:
-        reducer.arrive(index)
-
-
-def _release(handles: list[Any], params: list[nn.Parameter], settings: Settings) -> None:
-    for handle in handles:
-        handle.remove()
-    if settings.grad_dtype is not None:
-        for param in params:
-            set_grad_dtype(param, param.dtype)

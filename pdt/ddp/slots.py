@@ -87,6 +87,30 @@ class Slot:
             self.kept = grad.clone()
         self.put(grad, scale)
 
+    def is_reached(self) -> bool:
+        """Whether the backward that is running leads to this parameter."""
+        try:
+            return torch._C._will_engine_execute_node(self.node)
+        except RuntimeError as error:  # so torch says that autograd.grad captures the leaf
+            raise RuntimeError(
+                f"torch.autograd.grad was asked for the gradient of {self.name!r}, which DDP "
+                "cannot average: call loss.backward(), or use ddp.module(...) for gradients of "
+                "this rank alone"
+            ) from error
+
+    def late_text(self) -> str:
+        """The error of a gradient that came when its bucket had been sent."""
+        if self.skipped:
+            return (
+                f"{self.name!r} got a gradient though the graph did not lead to it: with "
+                "find_unused_parameters=True use checkpoint(..., use_reentrant=False)"
+            )
+        return (
+            f"{self.name!r} got a gradient after its bucket was sent: the first backward gave it "
+            f"{self.expected}, this one gives it more (a re-entrant checkpoint that runs a layer "
+            "more often?). Use checkpoint(..., use_reentrant=False), or wrap the model again"
+        )
+
 
 @dataclass(eq=False)
 class Filling(GradBucket):
@@ -120,10 +144,3 @@ def make_buckets(plan: Sequence[Bucket], slots: Sequence[Slot], scale: float) ->
         filling.reset()
         made.append(filling)
     return made
-
-
-def set_grad_dtype(param: nn.Parameter, dtype: torch.dtype) -> None:
-    """Let `param` accumulate its gradient in `dtype`; one that it holds is converted."""
-    grad, param.grad = param.grad, None
-    param.grad_dtype = dtype
-    param.grad = grad if grad is None else grad.to(dtype)

@@ -1,0 +1,71 @@
+"""Hooks on parameters, by which a reducer hears that autograd has accumulated a gradient."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+class Listener(Protocol):
+    """Whoever wants to hear."""
+
+    def arrive(self, index: int) -> None: ...
+
+
+def listen(
+    listener: Listener,
+    named_params: Sequence[tuple[str, nn.Parameter]],
+    grad_dtype: torch.dtype | None,
+) -> Callable[[], object]:
+    """Call `listener.arrive(i)` after each accumulation in the `.grad` of parameter i.
+
+    With `grad_dtype`, gradients are accumulated in that dtype. The hooks hold the listener only
+    weakly: all ends when it is dropped, or when the function that is returned is called. Raises
+    ValueError for a parameter that another listener hears already.
+    """
+    for name, param in named_params:
+        hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
+        for hook in hooks.values():
+            if isinstance(hook, partial) and hook.func is _arrived and hook.args[0]() is not None:
+                raise ValueError(
+                    f"{name!r} belongs to another DDP, which averages its gradient already: "
+                    "drop that one first (del ddp), or go on with it"
+                )
+    params = [param for _, param in named_params]
+    if grad_dtype is not None:
+        for param in params:
+            set_grad_dtype(param, grad_dtype)
+    ref = weakref.ref(listener)
+    handles = [
+        param.register_post_accumulate_grad_hook(partial(_arrived, ref, index))
+        for index, param in enumerate(params)
+    ]
+    return weakref.finalize(listener, _release, handles, params, grad_dtype)
+
+
+def _arrived(ref: weakref.ref[Any], index: int, _param: Tensor) -> None:
+    listener = ref()
+    if listener is not None:
+        listener.arrive(index)
+
+
+def _release(
+    handles: list[Any], params: list[nn.Parameter], grad_dtype: torch.dtype | None
+) -> None:
+    for handle in handles:
+        handle.remove()
+    if grad_dtype is not None:
+        for param in params:
+            set_grad_dtype(param, param.dtype)
+
+
+def set_grad_dtype(param: nn.Parameter, dtype: torch.dtype) -> None:
+    """Let `param` accumulate its gradient in `dtype`; one that it holds is converted."""
+    grad, param.grad = param.grad, None
+    param.grad_dtype = dtype
+    param.grad = grad if grad is None else grad.to(dtype)
