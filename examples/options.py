@@ -9,16 +9,28 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pdt.ddp.compress import PowerSGD, TopK
+from pdt.ddp.hooks import Hook, all_reduce_hook, bf16_hook, fp16_hook, fp32_sum_hook, noop_hook
 from pdt.model import PRESETS
+
+HOOKS: dict[str, Callable[[], Hook]] = {
+    "none": lambda: all_reduce_hook,
+    "noop": lambda: noop_hook,
+    "bf16": lambda: bf16_hook,
+    "fp16": lambda: fp16_hook,
+    "fp32-sum": lambda: fp32_sum_hook,
+    "topk": lambda: TopK(0.01),
+    "powersgd": lambda: PowerSGD(4),
+}
 
 
 @dataclass(frozen=True)
@@ -85,6 +97,8 @@ def parse(strategies: Iterable[str], argv: list[str] | None = None) -> argparse.
     add("--lr", type=float, default=1e-3, help="learning rate of AdamW")
     add("--seed", type=int, default=0, help="of the initial values and of the data's order")
     add("--dtype", choices=["float32", "float64", "bfloat16"], default="float32", help="of all")
+    add("--comm-hook", choices=list(HOOKS), help="what the buckets of --strategy ddp send")
+    add("--bucket-cap-mb", type=float, help="size of the buckets of --strategy ddp, in MiB")
     add("--eval-every", type=int, default=100, help="steps between two validations")
     add("--backend", choices=["auto", "gloo", "nccl"], default="auto", help="nccl: a GPU per rank")
     add("--link-latency", type=float, help="of an emulated link, in seconds")
@@ -111,8 +125,20 @@ def _check_numbers(args: argparse.Namespace) -> None:
             fail(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
     if not 0 < args.lr < math.inf:
         fail(f"--lr must be positive and finite, got {args.lr}")
+    if args.bucket_cap_mb is not None and not args.bucket_cap_mb >= 0:
+        fail(f"--bucket-cap-mb must be 0 or more, got {args.bucket_cap_mb}")
     if args.link_latency is not None and args.link_bandwidth is None:
         fail(f"--link-latency {args.link_latency} needs --link-bandwidth, in bytes per second")
+
+
+def wrap_options(args: argparse.Namespace) -> dict[str, Any]:
+    """What was said of DDP, as its keyword arguments."""
+    said: dict[str, Any] = {}
+    if args.comm_hook is not None:
+        said["comm_hook"] = HOOKS[args.comm_hook]()
+    if args.bucket_cap_mb is not None:
+        said["bucket_cap_mb"] = args.bucket_cap_mb
+    return said
 
 
 def _check_ranks(args: argparse.Namespace, world: World) -> None:
@@ -125,6 +151,8 @@ def _check_ranks(args: argparse.Namespace, world: World) -> None:
     elif "RANK" not in os.environ:
         command = f"torchrun --standalone --nproc-per-node 2 train.py --strategy {args.strategy}"
         fail(f"--strategy {args.strategy} needs ranks, start them by: {command}")
+    if wrap_options(args) and args.strategy != "ddp":
+        fail(f"--comm-hook and --bucket-cap-mb are for --strategy ddp, not {args.strategy}")
     if args.batch_size % world.world_size:
         fail(f"--batch-size {args.batch_size} is not a multiple of the {world.world_size} ranks")
     if world.backend == "nccl" and gpus < ranks:

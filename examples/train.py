@@ -1,7 +1,7 @@
 """Trains the small GPT on English text: in one process, or on many ranks under torchrun.
 
 python examples/train.py
-torchrun --standalone --nproc-per-node 2 examples/train.py --strategy naive
+torchrun --standalone --nproc-per-node 2 examples/train.py --strategy ddp --comm-hook bf16
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from options import World, check, fail, parse, world_from_environment
+from options import World, check, fail, parse, world_from_environment, wrap_options
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -80,7 +80,11 @@ def train(args: argparse.Namespace, data: TextData, world: World) -> list[Row]:
 
     strategy = STRATEGIES[args.strategy]
     gpt = GPT(PRESETS[args.preset], seed=args.seed)
-    model = strategy.wrap(gpt.to(world.device, getattr(torch, args.dtype)))
+    gpt = gpt.to(world.device, getattr(torch, args.dtype))
+    try:
+        model = strategy.wrap(gpt, **wrap_options(args))
+    except ValueError as error:
+        fail(str(error))
     optimizer = strategy.optimizer(model.parameters(), lr=args.lr)
     rows: list[Row] = []
     losses: list[Tensor] = []

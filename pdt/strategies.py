@@ -15,6 +15,9 @@ from torch import nn
 
 from pdt.comm.cost import wire_nbytes
 from pdt.ddp import DDP
+from pdt.ddp.shared import SharedOptimizer, SharedParameters
+from pdt.ddp.shared_memory import slice_cuts
+from pdt.flat import offsets
 
 
 def replicated_nbytes(model: nn.Module, n: int) -> dict[str, int]:
@@ -30,13 +33,15 @@ class Strategy:
     """`wrap` takes the model before training, `optimizer` makes the optimizer, `after_backward`
     runs between `loss.backward()` and `optimizer.step()`. The formulas, for n ranks:
     `held_nbytes(model, n)` is what a rank holds after a step, by kind, and
-    `step_wire_nbytes(model, n)` is what it sends in one, from the second on."""
+    `step_wire_nbytes(model, n)` is what it sends in one, from the second on. Of the kinds in
+    `one_copy` the ranks hold one together, in shared memory: a rank's part is 1/n."""
 
     wrap: Callable[..., nn.Module] = lambda model: model
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
     after_backward: Callable[[nn.Module], None] = lambda model: None
     held_nbytes: Callable[[nn.Module, int], dict[str, int]] = replicated_nbytes
     step_wire_nbytes: Callable[[nn.Module, int], float] = lambda model, n: 0.0
+    one_copy: tuple[str, ...] = ()
     distributed: bool = True
 
 
@@ -73,6 +78,22 @@ def _naive_wire_nbytes(model: nn.Module, n: int) -> float:
     return wire_nbytes("all_reduce", nbytes, n)
 
 
+def shared_nbytes(model: nn.Module, n: int) -> dict[str, int]:
+    """A rank's part, the first one's, of what n ranks of one machine hold once: parameters,
+    gradients, and AdamW's states of the elements that it owns."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    held = replicated_nbytes(model, n)
+    numels = [p.numel() for p in params]
+    own = slice_cuts(numels, n)[1]
+    pieces = sum(start < own for start in offsets(numels)[:-1])  # each with a step count
+    states = 2 * own * params[0].element_size() + 4 * pieces
+    return {
+        "parameters": held["parameters"] // n,
+        "gradients": held["gradients"] // n,
+        "optimizer states": states,
+    }
+
+
 def _ddp_wire_nbytes(model: nn.Module, n: int) -> float:
     """2(n-1)/n of the gradients, however many buckets they travel in."""
     nbytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
@@ -87,4 +108,10 @@ STRATEGIES = {
         step_wire_nbytes=_naive_wire_nbytes,
     ),
     "ddp": Strategy(wrap=DDP, step_wire_nbytes=_ddp_wire_nbytes),
+    "shared": Strategy(
+        wrap=SharedParameters,
+        optimizer=SharedOptimizer,
+        held_nbytes=shared_nbytes,
+        one_copy=("parameters", "gradients"),
+    ),
 }

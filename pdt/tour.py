@@ -69,9 +69,10 @@ def train(name: str) -> Report:
         seconds.append(time.perf_counter() - started_s)
     means = torch.stack(losses) / size
     dist.all_reduce(means)
+    live = ledger.live()
     return Report(
         means.tolist(),
-        {kind: ledger.live()[kind] for kind in LASTING},
+        {kind: live[kind] // (size if kind in strategy.one_copy else 1) for kind in LASTING},
         strategy.held_nbytes(gpt, size),
         metered.total().wire_nbytes,
         strategy.step_wire_nbytes(gpt, size),

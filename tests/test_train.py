@@ -89,15 +89,25 @@ def test_one_process_trains_and_writes_its_curve(
     )
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_naive_ranks_train_as_one_process_does(
-    tiny: list[str], pool: Callable[..., Any], world_size: int
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("strategy", ["naive", "ddp", "shared"])
+def test_ranks_train_as_one_process_does(
+    tiny: list[str], pool: Callable[..., Any], world_size: int, strategy: str
 ) -> None:
     flags = [*tiny, "--steps", "4", "--eval-every", "2"]
     alone = train_in_world(flags)
-    by_rank = pool(world_size).run(train_in_world, [*flags, "--strategy", "naive"], world_size)
+    by_rank = pool(world_size).run(train_in_world, [*flags, "--strategy", strategy], world_size)
     for rows in by_rank:
         assert losses(rows) == pytest.approx(losses(alone), rel=0, abs=1e-10)
+
+
+@pytest.mark.parametrize("hook", options.HOOKS)
+def test_ddp_trains_with_every_hook(tiny: list[str], pool: Callable[..., Any], hook: str) -> None:
+    flags = [*tiny, "--steps", "4", "--strategy", "ddp", "--comm-hook", hook]
+    by_rank = pool(2).run(train_in_world, [*flags, "--bucket-cap-mb", "0.01"], 2)
+    assert losses(by_rank[0]) == losses(by_rank[1])
+    first, last = by_rank[0][0].train_loss, by_rank[0][-1].train_loss
+    assert last < first - 0.05
 
 
 def test_validation_is_the_mean_over_all_tokens(tiny: list[str]) -> None:
@@ -130,6 +140,9 @@ RANK_0_OF_2 = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_S
         ("--nonsense", {}, "unrecognized arguments: --nonsense"),
         ("--strategy naive", {}, "--strategy naive needs ranks, start them by: torchrun"),
         ("--strategy single", RANK_0_OF_2, "--strategy single is one process, not 2"),
+        ("--strategy naive --comm-hook bf16", RANK_0_OF_2, "are for --strategy ddp, not naive"),
+        ("--strategy ddp --comm-hook zip", RANK_0_OF_2, "invalid choice: 'zip'"),
+        ("--strategy ddp --bucket-cap-mb -1", RANK_0_OF_2, "must be 0 or more, got -1"),
         ("--strategy naive --batch-size 7", RANK_0_OF_2, "--batch-size 7 is not a multiple of the"),
         ("--steps 0", {}, "--steps must be at least 1, got 0"),
         ("--eval-every -1", {}, "--eval-every must be at least 1, got -1"),
@@ -258,7 +271,7 @@ def test_the_commands_of_the_readme_are_understood() -> None:
     commands = re.findall(r"^(?:python|OMP|bash|sbatch).*examples/\S+(.*)$", text, re.MULTILINE)
     flags = [[word for word in shlex.split(c) if word != "first-host"] for c in commands]
     strategies = {train.parse(train.STRATEGIES, f).strategy for f in flags}
-    assert len(commands) == 5
+    assert len(commands) == 7
     assert strategies == set(train.STRATEGIES)
 
 
