@@ -15,4 +15,4 @@ exec torchrun \
     --rdzv-backend c10d \
     --rdzv-endpoint "$first_host:${PORT:-29500}" \
     --rdzv-id pdt \
-    "$(dirname "$0")/train.py" --strategy naive "$@"
+    "$(dirname "$0")/train.py" --strategy ddp "$@"

@@ -29,7 +29,7 @@ RINGS = ["ring_all_reduce", "ring_reduce_scatter", "ring_all_gather"]
 SCALABLE = [*RINGS, "all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3, 4])
+@pytest.fixture(scope="module", params=[1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     with Ranks(request.param, backend="gloo") as live:
         yield live

@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[1]
 OF_ALL = (WRITTEN, RETURNS, OWN)
 TASKS = [(slug, exercise) for slug in lessons() for exercise in exercises(slug)]
 MUTANTS = [(slug, wrong) for slug in lessons() for wrong in load(slug)]
+FIRST = {(slug, wrong.exercise): wrong for slug, wrong in reversed(MUTANTS)}  # of each exercise
 POISONS = [(slug, exercise, name) for slug, exercise in TASKS for name in exercise.poison]
 
 each_task = pytest.mark.parametrize(
@@ -80,7 +81,15 @@ def test_every_mutant_belongs_to_an_exercise():
 
 
 @pytest.mark.parametrize(
-    ("slug", "wrong"), MUTANTS, ids=[f"{slug}.{wrong.__name__}" for slug, wrong in MUTANTS]
+    ("slug", "wrong"),
+    [
+        pytest.param(
+            *(slug, wrong),
+            marks=[] if wrong is FIRST[slug, wrong.exercise] else pytest.mark.slow,
+            id=f"{slug}.{wrong.__name__}",
+        )
+        for slug, wrong in MUTANTS
+    ],
 )
 def test_a_mutant_fails_for_its_reason_and_for_no_other(session, slug, wrong):
     exercise = next(each for each in exercises(slug) if each.name == wrong.exercise)

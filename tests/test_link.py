@@ -202,6 +202,7 @@ def test_two_nodes_are_fast_inside_and_slow_between(two_nodes):
         assert inside_s < 0.5 * across_s
 
 
+@pytest.mark.slow
 def test_torch_s_own_ddp_overlaps_on_it():
     """Buckets that leave during backward hide behind it; one all-reduce at the end does not."""
     link = Link(1e-4, 40e6)

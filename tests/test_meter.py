@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pdt import RankError, Ranks
-from pdt.comm import meter
+from pdt.comm import Link, meter
 
 FLOAT = 4
 
@@ -20,9 +20,6 @@ def counted(fn, *args):
     """Run `fn` under the meter in a rank; (op, calls, nbytes, wire_nbytes) per operation."""
     with meter() as m:
         fn(*args)
-    until_s = time.monotonic() + 5
-    while any(record.end_s is None for record in m.records) and time.monotonic() < until_s:
-        time.sleep(0.001)  # who waits for a future may wake before the callback that stamps it
     assert all(record.end_s >= record.start_s for record in m.records)
     return {op: (t.calls, t.nbytes, t.wire_nbytes) for op in m.ops() for t in [m.total(op)]}
 
@@ -148,6 +145,32 @@ def test_an_asynchronous_call_ends_when_it_ends_and_not_when_it_is_waited_for(po
         return m.records[0].end_s - m.records[0].start_s
 
     assert max(pool(2).run(fn)) < 0.4
+
+
+def test_who_wakes_from_a_future_finds_the_end_in_the_record(pool):
+    def fn():
+        stamped = []
+        for _ in range(200):
+            with meter() as m:
+                dist.all_reduce(torch.ones(4), async_op=True).get_future().wait()
+                stamped.append(m.records[0].end_s is not None)
+        return all(stamped)
+
+    for backend in ("gloo", "shm"):
+        assert pool(2, backend=backend).run(fn) == [True, True]
+    with Ranks(2, backend="gloo", link=Link(1e-5, 1e9)) as linked:
+        assert linked.run(fn) == [True, True]
+
+
+def test_a_failure_reaches_who_waits_for_the_future(pool):
+    def fn():
+        work = dist.all_reduce(torch.ones(3 + dist.get_rank()), async_op=True)
+        try:
+            work.get_future().wait()
+        except RuntimeError as error:
+            return "all_reduce" in str(error), len(dist.group.WORLD.recorder.pending())
+
+    assert pool(2, backend="shm").run(fn) == [(True, 0)] * 2
 
 
 def test_a_group_that_does_not_count_is_refused():

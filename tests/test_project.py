@@ -22,8 +22,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGE = sorted((ROOT / "pdt").rglob("*.py"))
 
-# A file imports from levels below its own, or from a pure file of its own folder. The instruments
-# are each one thing in several files: these may import each other, but not in a circle.
+# A file imports from levels below its own, or from a pure file of its own folder or, on level 0, of
+# its own level. The instruments and `ddp` are each one thing in several files: these may import each
+# other, but not in a circle.
 LEVELS = {
     0: ("segment", "flat", "buckets", "measure", "model"),
     1: ("comm",),
@@ -35,7 +36,7 @@ LEVELS = {
     6: ("__init__", "__main__"),
 }
 LEVEL = {part: level for level, parts in LEVELS.items() for part in parts}
-INSTRUMENTS = {"measure", "comm", "ranks", "grade"}
+ONE_THING = {"measure", "comm", "ranks", "grade", "ddp"}
 RUNTIME = {"torch", "cloudpickle", "pdt"}  # what pdt may import at the top of a file
 
 
@@ -101,9 +102,9 @@ def breach(path: Path, other: str) -> str | None:
     """Why the file may not import this module of pdt, or None when it may."""
     mine, theirs = part(module_of(path)), part(other)
     if mine == theirs:
-        free = mine in INSTRUMENTS or path.name == "__init__.py" or is_pure(other)
+        free = mine in ONE_THING or path.name == "__init__.py" or is_pure(other)
         return None if free else f"{other} is not pure"
-    if LEVEL[theirs] < LEVEL[mine]:
+    if LEVEL[theirs] < LEVEL[mine] or (LEVEL[theirs] == LEVEL[mine] == 0 and is_pure(other)):
         return None
     return f"{other} is on level {LEVEL[theirs]}, this file on {LEVEL[mine]}"
 

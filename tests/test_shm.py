@@ -145,7 +145,9 @@ def movements(shm):
             same(found, expected, "all_to_all_single", *what)
 
 
-@pytest.mark.parametrize("world_size", SIZES)
+@pytest.mark.parametrize(
+    "world_size", [n if n in (1, 3) else pytest.param(n, marks=pytest.mark.slow) for n in SIZES]
+)
 @pytest.mark.parametrize("check", [reductions, movements])
 def test_every_collective_is_exact_for_every_dtype_and_shape(pool, world_size, check):
     def run():
@@ -512,6 +514,7 @@ def bare(code: str) -> subprocess.CompletedProcess:
     return done
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="forks after importing torch")
 @pytest.mark.parametrize("reaped", [True, False])
 def test_a_killed_rank_is_named_at_once(reaped):
@@ -539,6 +542,7 @@ def test_a_killed_rank_is_named_at_once(reaped):
     assert max(waits) < 30
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="forks after importing torch")
 def test_nothing_is_left_when_all_ranks_are_killed(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))

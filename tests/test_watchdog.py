@@ -18,7 +18,7 @@ def state(*records: Record, returned: bool = False) -> RankState:
     calls: dict = {}
     for r in records:
         calls[r.stream] = max(calls.get(r.stream, 0), r.seq)
-    return RankState(list(records), pending, [], calls, returned)
+    return RankState(list(records), pending, [], calls, returned=returned)
 
 
 def test_ranks_in_one_collective_are_not_deadlocked():
@@ -121,3 +121,47 @@ def test_a_call_that_fell_out_of_the_record_counts_as_made():
     ahead = state(record("all_reduce", 900, waiting=False))
     assert ahead.has_called(record("all_reduce", 3), caller=0)
     assert not ahead.has_called(record("all_reduce", 901), caller=0)
+
+
+def after(before: dict, *records: Record) -> RankState:
+    """A rank that had made these calls before the run, and has made these in it."""
+    mine = state(*records)
+    mine.calls, mine.calls_before = before | mine.calls, before
+    return mine
+
+
+COLLECTIVE = ("0", "collective", None)
+
+
+def test_a_run_counts_its_calls_from_1():
+    before = {COLLECTIVE: 7}
+    states = {rank: after(before, record("all_reduce", 10)) for rank in (0, 2)}
+    states[1] = after(before, record("barrier", 10))
+    shown = watchdog.of_this_run(states)
+    assert watchdog.verdict(shown)[0] == (
+        "ranks 0, 2 wait in all_reduce #3: rank 1 waits in barrier #3"
+    )
+    assert [line.split()[:2] for line in watchdog.table(shown).splitlines()[2:]] == [
+        [str(rank), "3"] for rank in WORLD
+    ]
+    assert watchdog.deadlocked(shown) == watchdog.deadlocked(states) is True
+    assert states[0].waits_in.seq == 10
+
+
+def test_counterparts_keep_one_number_when_a_run_left_them_unequal():
+    ahead = after({COLLECTIVE: 1}, record("all_reduce", 2))  # one that nobody waited for
+    behind = state(record("all_reduce", 1, waiting=False), returned=True)
+    shown = watchdog.of_this_run({0: ahead, 1: behind, 2: None})
+    assert watchdog.verdict(shown) == [
+        "rank 0 waits in all_reduce #2: rank 1 has returned without making that call"
+    ]
+
+
+def test_messages_of_a_run_count_from_1_on_both_sides():
+    give, take = ("0", "send", 1), ("0", "recv", 0)
+    dropped = after({give: 4}, record("send", 5, 1, waiting=False))
+    dropped.pending, dropped.returned = dropped.recent, True
+    states = {0: dropped, 1: after({take: 4}, record("recv", 5, 0)), 2: state(returned=True)}
+    assert watchdog.verdict(watchdog.of_this_run(states)) == [
+        "rank 1 waits in recv #1 from 0: rank 0 has returned without waiting for its send #1 to 1"
+    ]

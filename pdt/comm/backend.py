@@ -8,11 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pdt.comm.cost import Link
 from pdt.comm.link import Port, Wire
 from pdt.comm.meter import MeterGroup
 from pdt.comm.record import Recorder
 from pdt.comm.shm import ShmGroup
+from pdt.comm.topology import Link
 
 BACKENDS = ("gloo", "nccl", "shm")
 

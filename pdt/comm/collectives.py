@@ -14,57 +14,19 @@ check is on; turn it off for small tensors in a loop whose shapes you trust.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pdt.comm import agree
+from pdt.comm.checks import check_pairs, check_parts, check_same
+from pdt.comm.messages import Group, flat, place, post, wait
 from pdt.comm.schedule import ring_steps, shards, tree_rounds
-
-Group = dist.ProcessGroup | None
-Message = tuple[Tensor, int]  # a tensor and the peer that it goes to or comes from
 
 PIECE_NBYTES = 1 << 21  # large enough to hide latency, small enough to be summed in the cache
 PIECES_IN_FLIGHT = 3
-
-
-def place(group: Group = None) -> tuple[int, int]:
-    """This process's rank in the group and the number of ranks; ValueError for an outsider."""
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    if rank < 0:
-        raise ValueError(f"rank {dist.get_rank()} is not in the group: only its members may call")
-    return rank, n
-
-
-@contextmanager
-def flat(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensor's elements in one dimension, to write to; copied back if that needs a copy."""
-    buffer = tensor.detach().contiguous()
-    yield buffer.view(-1)  # (numel,)
-    if not tensor.is_contiguous():
-        tensor.detach().copy_(buffer)
-
-
-def post(sends: Sequence[Message], receives: Sequence[Message], group: Group) -> list[dist.Work]:
-    """Start all sends and receives at once: wait for each work before its tensor is touched.
-
-    Nobody waits before everything is posted, so no order of the ranks can make them wait in a ring.
-    """
-    ops = [dist.P2POp(dist.irecv, t, group=group, group_peer=peer) for t, peer in receives]
-    ops += [dist.P2POp(dist.isend, t, group=group, group_peer=peer) for t, peer in sends]
-    # Of a pair the lower rank sends first: NCCL does unbatched messages of a pair one by one.
-    rank = dist.get_rank(group)
-    ops.sort(key=lambda op: (op.op is dist.isend) == (op.group_peer < rank))
-    return dist.batch_isend_irecv(ops) if ops else []
-
-
-def wait(works: Sequence[dist.Work]) -> None:
-    """Return when all works are done."""
-    for work in works:
-        work.wait()
 
 
 def naive_broadcast(
@@ -281,33 +243,3 @@ def all_reduce(tensor: Tensor, group: Group = None, *, check: bool = True) -> No
         own = shards(whole, n)[rank]
         reduce_scatter(own, whole, group, check=False)
         all_gather(whole, own, group, check=False)
-
-
-def check_same(tensor: Tensor, group: Group = None, root: int = 0) -> None:
-    """ValueError on every rank unless all pass the same shape, dtype and root."""
-    _agree(agree.same_row(tensor, root), agree.same_problem, tensor.device, group)
-
-
-def check_parts(whole: Tensor, part: Tensor, group: Group = None) -> None:
-    """ValueError on every rank unless the wholes are alike and each part is its rank's shard."""
-    _agree(agree.parts_row(whole, part), agree.parts_problem, whole.device, group)
-
-
-def check_pairs(inputs: Sequence[Tensor], outputs: Sequence[Tensor], group: Group = None) -> None:
-    """ValueError on every rank unless each output is as large as the input that it awaits."""
-    row = agree.pairs_row(inputs, outputs, place(group)[1])
-    device = inputs[0].device if len(inputs) else torch.device("cpu")
-    _agree(row, agree.pairs_problem, device, group)
-
-
-def _agree(
-    row: agree.Row,
-    problem: Callable[[Sequence[agree.Row]], str | None],
-    device: torch.device,
-    group: Group,
-) -> None:
-    mine = torch.tensor(row, device=device)
-    table = [torch.empty_like(mine) for _ in range(place(group)[1])]
-    dist.all_gather(table, mine, group=group)
-    if found := problem([their.tolist() for their in table]):
-        raise ValueError(found)

@@ -23,8 +23,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Work
 
-from pdt.comm.cost import Link, time_s
+from pdt.comm.cost import time_s
 from pdt.comm.record import Record
+from pdt.comm.topology import Link
 from pdt.segment import exchange
 
 SLOTS = 256  # moments kept per stream: a rank may be this many messages ahead of its peer
@@ -209,3 +210,4 @@ def _deliver(lane: queue.SimpleQueue) -> None:
         except BaseException as caught:
             error = caught
         delayed.finish(result, error)
+        del transfer, work, arrival, delayed, result  # their tensors end with their user's

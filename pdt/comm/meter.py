@@ -32,6 +32,7 @@ class MeteredWork(Work):
     def __init__(self, inner: Work, record: Record, recorder: Recorder) -> None:
         super().__init__()
         self._inner, self._record, self._recorder = inner, record, recorder
+        self._future: torch.futures.Future | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         self._record.waiting = True
@@ -48,7 +49,16 @@ class MeteredWork(Work):
         return completed
 
     def get_future(self) -> torch.futures.Future:
-        return self._inner.get_future()
+        """Completes after the end has been stamped: who waits for it finds it in the record."""
+        if self._future is None:
+            record, recorder = self._record, self._recorder  # not self: it holds the future
+
+            def stamp(ended: torch.futures.Future) -> Any:
+                recorder.end(record)
+                return ended.value()
+
+            self._future = self._inner.get_future().then(stamp)
+        return self._future
 
     def is_success(self) -> bool:
         return self._inner.is_success()
@@ -108,9 +118,10 @@ class MeterGroup(dist.ProcessGroup):
             raise
         if self.wire is not None:
             work = self.wire.carry(work, record, what.result)
+        metered = MeteredWork(work, record, self.recorder)
         if what.is_collective and _may_be_waited_for_later(args, kwargs):
-            work.get_future().add_done_callback(lambda _: self.recorder.end(record))
-        return MeteredWork(work, record, self.recorder)
+            metered.get_future()
+        return metered
 
     def _record(self, what: Payload) -> Record:
         peer = None if what.peer is None else self.ranks[what.peer]

@@ -108,6 +108,7 @@ class Recorder:
         self._recent: deque[Record] = deque(maxlen=KEEP)
         self._pending: dict[int, Record] = {}
         self._calls: Counter[tuple[str, str, int | None]] = Counter()
+        self.calls_before: dict[tuple[str, str, int | None], int] = {}
 
     def start(self, record: Record) -> None:
         """Number the record and keep it until its end is known."""
@@ -130,6 +131,10 @@ class Recorder:
 
     def pending(self) -> list[Record]:
         return list(self._pending.values())
+
+    def start_run(self) -> None:
+        """Keep the counts of now, `calls_before`: a reader counts the calls of one run from 1."""
+        self.calls_before = self.calls()
 
     def calls(self) -> dict[tuple[str, str, int | None], int]:
         """How many calls each stream has seen."""

@@ -147,7 +147,7 @@ class Call:
         return suspected and self._suspected
 
     def _explain(self, reason: str) -> str:
-        states = self._states()
+        states = watchdog.of_this_run(self._states())
         for process in self._silent():
             if states[process.rank] is None:
                 process.dump_stack()

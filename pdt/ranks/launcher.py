@@ -13,6 +13,8 @@ import sys
 import threading
 from functools import cache
 
+from pdt.ranks.interrupt import interrupt_later
+
 START_S = 120.0
 ANSWER_S = 30.0
 BOOT = (
@@ -27,20 +29,15 @@ class ForkServer:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._control, theirs = socket.socketpair()
-        path = [entry or os.getcwd() for entry in sys.path]
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", BOOT, str(theirs.fileno()), json.dumps(path)],
-            pass_fds=[theirs.fileno()],
-            env=_server_environment(),
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        theirs.close()
         self._pid = os.getpid()
         try:
+            with theirs, interrupt_later():
+                self._process = _spawn(theirs.fileno())
             self._receive(START_S, "import torch and be ready")
         except BaseException:
-            self.close()
+            if hasattr(self, "_process"):
+                self._process.kill()  # busy importing: it would end some seconds later
+                self.close()
             raise
 
     @property
@@ -49,13 +46,13 @@ class ForkServer:
 
     def fork_rank(self, fds: list[int]) -> int:
         """Start one rank that owns copies of the descriptors; its pid."""
-        with self._lock:
+        with interrupt_later(), self._lock:  # a request and its answer belong together
             socket.send_fds(self._control, [b"F"], fds)
             return int(self._receive(ANSWER_S, "fork a rank"))
 
     def end(self, pid: int, *, kill: bool) -> int:
         """Wait for a rank's end (kill it first if asked to); its exit code, minus the signal."""
-        with self._lock:
+        with interrupt_later(), self._lock:
             self._control.sendall(b"%s %d" % (b"K" if kill else b"W", pid))
             return int(self._receive(ANSWER_S, f"end the rank with pid {pid}"))
 
@@ -64,11 +61,12 @@ class ForkServer:
         self._control.close()
         if self._pid != os.getpid():
             return  # a forked copy of the notebook: the server is not its own
-        try:
-            self._process.wait(5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        with interrupt_later():
+            try:
+                self._process.wait(5)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
 
     def _receive(self, timeout_s: float, purpose: str) -> bytes:
         if not select.select([self._control], [], [], timeout_s)[0]:
@@ -78,6 +76,17 @@ class ForkServer:
             code = self._process.wait()
             raise RuntimeError(f"the fork server ended (exit code {code}) and could not {purpose}")
         return answer
+
+
+def _spawn(control_fd: int) -> subprocess.Popen:
+    path = [entry or os.getcwd() for entry in sys.path]
+    return subprocess.Popen(
+        [sys.executable, "-c", BOOT, str(control_fd), json.dumps(path)],
+        pass_fds=[control_fd],
+        env=_server_environment(),
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )
 
 
 def _server_environment() -> dict[str, str]:

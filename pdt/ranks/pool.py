@@ -15,7 +15,9 @@ from pdt.comm import Link
 from pdt.ranks import capacity
 from pdt.ranks.call import Call, Printer
 from pdt.ranks.cell import run_cell
-from pdt.ranks.process import RankProcess, start
+from pdt.ranks.interrupt import interrupt_later
+from pdt.ranks.launcher import fork_server
+from pdt.ranks.process import RankProcess, await_ready, close, start
 from pdt.ranks.transport import Message, pack
 from pdt.ranks.worker import Task
 
@@ -120,16 +122,23 @@ class Ranks:
 
     def _start(self) -> None:
         self._sent_sources.clear()
-        self._processes, self._store = start(
-            self.world_size, self.backend, self.link, self.timeout_s
-        )
+        server = fork_server()
+        try:
+            with interrupt_later():  # no rank is forked that is not ours to end
+                self._processes, self._store = start(
+                    server, self.world_size, self.backend, self.link, self.timeout_s
+                )
+            await_ready(self._processes)
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """End the ranks' processes now. A later `run` starts fresh ones."""
-        processes, self._processes, self._store = self._processes, [], None
-        if self._owner == os.getpid():
-            for process in processes:
-                process.close()
+        with interrupt_later():
+            processes, self._processes, self._store = self._processes, [], None
+            if self._owner == os.getpid():
+                close(processes)
 
     def __enter__(self) -> Self:
         return self

@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from pdt.comm import Link
 from pdt.ranks.errors import RankError
-from pdt.ranks.launcher import ForkServer, fork_server
+from pdt.ranks.interrupt import interrupt_later
+from pdt.ranks.launcher import ForkServer
 from pdt.ranks.transport import Message, receive
 from pdt.ranks.watchdog import RankState
 from pdt.ranks.worker import Answer, Setup
@@ -99,13 +100,12 @@ class RankProcess:
 
 
 def start(
-    world_size: int, backend: str, link: Link | None, timeout_s: float
+    server: ForkServer, world_size: int, backend: str, link: Link | None, timeout_s: float
 ) -> tuple[list[RankProcess], dist.TCPStore]:
-    """Fork `world_size` ranks and have each join the process group; all are ready on return.
+    """Fork `world_size` ranks and tell each to join the process group: `await_ready` comes next.
 
     The store must live as long as they do: the groups that they make later meet in it.
     """
-    server = fork_server()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes: list[RankProcess] = []
     try:
@@ -114,12 +114,17 @@ def start(
         for process in processes:
             setup = _setup(process.rank, world_size, store.port, backend, link, timeout_s)
             process.calls.send_bytes(pickle.dumps(setup))
-        _await_ready(processes)
     except BaseException:
-        for process in processes:
-            process.close()
+        close(processes)
         raise
     return processes, store
+
+
+def close(processes: list[RankProcess]) -> None:
+    """Kill these ranks, all of them: an interrupt waits."""
+    with interrupt_later():
+        for process in processes:
+            process.close()
 
 
 def _setup(
@@ -142,7 +147,8 @@ def _setup(
     return Setup(rank, world_size, port, backend, link, patience_s, os.getcwd(), path, environment)
 
 
-def _await_ready(processes: list[RankProcess]) -> None:
+def await_ready(processes: list[RankProcess]) -> None:
+    """Return when all have joined; RankError when one could not."""
     waiting = {process.calls: process for process in processes}
     deadline = time.monotonic() + START_S
     while waiting:

@@ -44,10 +44,10 @@ def serve(control_fd: int) -> None:
         __import__(name)
     gc.freeze()  # the preloaded objects stay shared: no collection touches their pages
     control = socket.socket(fileno=control_fd)
-    control.sendall(b"R")
     parent = os.getppid()
     ranks: dict[int, int | None] = {}  # pid -> wait status, None while it runs
     try:
+        control.sendall(b"R")
         while os.getppid() == parent:
             if not select.select([control], [], [], 1.0)[0]:
                 continue
@@ -55,6 +55,8 @@ def serve(control_fd: int) -> None:
             if not request:
                 break
             control.sendall(b"%d\n" % _answer(request, list(fds), control, ranks))
+    except ConnectionError:
+        pass  # the notebook ended before it heard the answer
     finally:
         for pid in [pid for pid, status in ranks.items() if status is None]:
             os.kill(pid, signal.SIGKILL)

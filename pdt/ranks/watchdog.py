@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pdt.comm.record import Record
 from pdt.measure.table import text_table
+
+Stream = tuple[str, str, int | None]  # what a record's `seq` counts in
 
 
 @dataclass
@@ -17,7 +19,8 @@ class RankState:
     recent: list[Record]
     pending: list[Record]
     stack: list[str]
-    calls: dict[tuple[str, str, int | None], int] = field(default_factory=dict)
+    calls: dict[Stream, int] = field(default_factory=dict)
+    calls_before: dict[Stream, int] = field(default_factory=dict)  # when this run started
     returned: bool = False
 
     @property
@@ -43,6 +46,36 @@ class RankState:
 
 
 States = Mapping[int, RankState | None]  # by rank; None: it does not answer
+
+
+def of_this_run(states: States) -> dict[int, RankState | None]:
+    """The states with all calls counted from the start of the run, as a reader counts them.
+
+    A call keeps the number of its counterparts: what only one side had made before still counts.
+    """
+    return {rank: state and _rebased(rank, state, states) for rank, state in states.items()}
+
+
+def _rebased(rank: int, state: RankState, states: States) -> RankState:
+    before = {stream: _made_before(rank, stream, states) for stream in state.calls}
+
+    def counted(records: list[Record]) -> list[Record]:
+        return [replace(r, seq=r.seq - before.get(r.stream, 0)) for r in records]
+
+    calls = {stream: count - before[stream] for stream, count in state.calls.items()}
+    recent, pending = counted(state.recent), counted(state.pending)
+    return replace(state, recent=recent, pending=pending, calls=calls, calls_before={})
+
+
+def _made_before(rank: int, stream: Stream, states: States) -> int:
+    """How many calls of the stream all its sides had made before the run."""
+    group, op, peer = stream
+    sides = [(other, stream) for other in states]
+    if op != "collective":
+        mirror = (group, "recv" if op == "send" else "send", rank)
+        sides = [(rank, stream)] + ([(peer, mirror)] if peer is not None else [])
+    known = [(state, kept) for other, kept in sides if (state := states.get(other))]
+    return min(state.calls_before.get(kept, 0) for state, kept in known if kept in state.calls)
 
 
 def missing(rank: int, states: States) -> list[int]:

@@ -107,6 +107,8 @@ def _serve(calls: Connection, namespace: dict[str, Any]) -> None:
 
 def _run(message: Message, namespace: dict[str, Any]) -> tuple[Answer, Message | None]:
     """Run one call. Whatever it raises, SystemExit included, is an answer and not our end."""
+    if isinstance(dist.group.WORLD, MeterGroup):
+        dist.group.WORLD.recorder.start_run()
     try:
         task: Task = unpack(message)
         for name, lines in task.sources.items():  # so that a traceback can quote a cell
@@ -138,7 +140,8 @@ def state() -> RankState:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     stack = traceback.format_list(traceback.extract_stack(frame)) if frame else []
     recorder = group.recorder
-    return RankState(recorder.recent(), recorder.pending(), stack, recorder.calls())
+    counts = recorder.calls(), recorder.calls_before
+    return RankState(recorder.recent(), recorder.pending(), stack, *counts)
 
 
 def _answer_questions(questions: Connection) -> None:
