@@ -58,7 +58,7 @@ def _two_forwards(m: nn.Module, rank: int) -> None:
     (m(_x(rank, 3, 4)).square().mean() + m(_x(rank + 10, 3, 4)).square().mean()).backward()
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("go", [_two_backwards, _retained, _two_forwards])
 def test_every_backward_is_reduced(pool: Any, go: Any, world_size: int) -> None:
     def run() -> list[list[Tensor]]:
@@ -125,6 +125,7 @@ def test_a_layer_checkpointed_twice_counts_twice(
             _close(grads, wanted)
 
 
+@pytest.mark.slow
 def test_a_layer_that_is_checkpointed_more_often_than_before_is_named() -> None:
     def run() -> None:
         from pdt.ddp import DDP
