@@ -307,7 +307,18 @@ def test_printing_garbage_changes_nothing(session, capfd):
     assert capfd.readouterr().out == ""
 
 
-@pytest.mark.parametrize("learner", BAD, ids=lambda learner: learner.__name__)
+VARIANTS = (  # of another bad answer, which is tried in the quick tests
+    dots, torch_lacks_it, raises_what_cannot_be_said, exits, loops_and_prints,
+    returns_an_always_equal_number, returns_a_bomb, returns_itself, returns_a_list,
+    hides_the_twin, patches_a_tensors_method, patches_the_code_of_the_meter,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "learner",
+    [pytest.param(bad, marks=pytest.mark.slow) if bad in VARIANTS else bad for bad in BAD],
+    ids=lambda learner: learner.__name__,
+)
 def test_a_bad_answer_fails_by_the_right_property_and_harms_no_other(session, learner):
     report = verdict_on(learner, session)
     assert report.failed == [BAD[learner]], report.text()

@@ -4,12 +4,14 @@ import io
 from itertools import pairwise
 
 import pytest
+import torch
 
 matplotlib = pytest.importorskip("matplotlib")
 matplotlib.use("Agg")
 
 from matplotlib import pyplot  # noqa: E402  # after the choice of a backend
 
+from pdt.buckets import assign_buckets  # noqa: E402
 from pdt.measure import plot, stats, style  # noqa: E402
 from pdt.measure.storages import KINDS  # noqa: E402
 from pdt.measure.timeline import Span, Timeline  # noqa: E402
@@ -136,8 +138,30 @@ def test_a_curve_shows_points_model_and_paper():
     assert bars[0][:, 1].tolist() == pytest.approx([1.2, 2.8])
 
 
+def test_a_plan_of_buckets_shows_each_parameter_to_scale_in_its_row():
+    params = [torch.zeros(n) for n in (250, 500, 1, 249)]
+    plan = assign_buckets(params, bucket_cap_mb=1000 / 2**20, first_bucket_mb=1000 / 2**20)
+    ax = plot.buckets(None, plan, ["first", "second", "third", "fourth"])
+    cells = [(p.get_y() + p.get_height() / 2, p.get_x(), p.get_width()) for p in ax.patches]
+    wanted = [(0, 0, 0.996), (0, 0.996, 0.004), (1, 0, 2), (2, 0, 1)]
+    assert [pytest.approx(cell) for cell in wanted] == cells
+    rows = [label.get_text() for label in ax.get_yticklabels()]
+    assert rows == ["bucket 0", "bucket 1", "bucket 2"]
+    written = ["fourth", "1.00 kB float32", "second", "2.00 kB float32", "first", "1.00 kB float32"]
+    assert texts(ax) == written
+    assert len(png(ax)) < 60_000
+
+
+def test_neighbours_in_a_bucket_are_told_apart_in_grey():
+    ax = plot.buckets(None, assign_buckets([torch.zeros(9), torch.zeros(9)]))
+    one, other = (luminance(p.get_facecolor()[:3]) for p in ax.patches)
+    assert abs(one - other) > 0.3
+    assert texts(ax)[:2] == ["1", "0"]
+
+
 def test_nothing_to_show_is_an_empty_picture():
     for ax in (
+        plot.buckets(None, []),
         Timeline().plot(),
         plot.memory_bars(None, {}),
         plot.memory_curve(None, []),

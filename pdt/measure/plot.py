@@ -14,6 +14,8 @@ from pdt.measure.style import (
     INK,
     LOOKS,
     PAPER,
+    WIDTH,
+    Look,
     legend,
     look,
     new_axes,
@@ -25,7 +27,11 @@ from pdt.measure.style import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["curve", "memory_bars", "memory_curve", "mesh", "timeline", "use_style"]
+    from pdt.buckets import Bucket
+
+__all__ = ["buckets", "curve", "memory_bars", "memory_curve", "mesh", "timeline", "use_style"]
+
+_NEIGHBOURS = (Look("#2a6fbb"), Look("#c9dcf2", "", INK))  # parameters of a bucket, in turn
 
 
 @use_style()
@@ -150,4 +156,38 @@ def curve(
         ax.plot(*paper, "D", mfc="none", mec=PAPER, label="as published")
     ax.grid(color="#e8e8e8")
     ax.legend()
+    return ax
+
+
+@use_style()
+def buckets(
+    ax: "Axes | None", plan: "Sequence[Bucket]", names: Sequence[str] | None = None
+) -> "Axes":
+    """Draw a row per bucket, the first to be sent on top: a cell per parameter, to scale in bytes.
+
+    `names[i]` is written into the cell of parameter i (its position in the list that was assigned;
+    by default that number) where there is room. A row ends with the bucket's bytes and dtype.
+    """
+    ax = ax or new_axes(0.6 + 0.3 * max(len(plan), 1))
+    largest = max((bucket.nbytes for bucket in plan), default=0)
+    divisor, unit = scaled(largest)
+    room = 0.7 * WIDTH / max(largest / divisor, 1)  # inches for one unit, about
+    for row, bucket in enumerate(plan):
+        bounds = [offset * bucket.dtype.itemsize / divisor for offset in bucket.offsets]
+        for place, param in enumerate(bucket.params):
+            left, width = bounds[place], bounds[place + 1] - bounds[place]
+            chosen = _NEIGHBOURS[place % 2]
+            ax.barh(row, width, 0.7, left=left, **chosen.patch())
+            text = names[param] if names else str(param)
+            if width * room > 0.1 + 0.065 * len(text):
+                middle = left + width / 2
+                ax.text(middle, row, text, color=chosen.on, fontsize=8, ha="center", va="center")
+        text = f"{text_nbytes(bucket.nbytes)} {str(bucket.dtype).removeprefix('torch.')}"
+        ax.annotate(text, (bounds[-1], row), (4, 0), textcoords="offset points", va="center")
+    ax.set_yticks(range(len(plan)), [f"bucket {bucket.index}" for bucket in plan])
+    ax.tick_params(axis="y", length=0)
+    ax.set_ylim(max(len(plan), 1) - 0.5, -0.5)
+    ax.set_xlim(0, largest / divisor * 1.25 or 1)
+    ax.set_xlabel(unit)
+    ax.spines["left"].set_visible(False)
     return ax
