@@ -52,11 +52,38 @@ def bf16_hook(bucket: GradBucket, group: dist.ProcessGroup | None) -> Rounds:
 
 
 def fp16_hook(bucket: GradBucket, group: dist.ProcessGroup | None) -> Rounds:
-    """Half the bytes of fp32 and 11 bits of precision, for magnitudes of 6e-8 to 65504."""
+    """Half the bytes of fp32 and 11 bits of precision, for magnitudes of 6e-8 to 65504.
+
+    What travels is divided by the number of ranks already, so no sum exceeds what a mean may be.
+    """
     return _cast(bucket, group, torch.float16)
 
 
+def fp32_sum_hook(bucket: GradBucket, group: dist.ProcessGroup | None) -> Rounds:
+    """bf16 on the wire, sums in fp32: as many bytes as a bf16 all-reduce, one rounding of the sum.
+
+    Rank r gets everybody's part r (all-to-all), adds in fp32, and hands the sum, rounded once, to
+    all (all-gather). Parts are of one length, so up to n-1 zeros travel besides. Megatron-LM's
+    fp32 accumulation in a reduce-scatter does the same.
+    """
+    n, flat = dist.get_world_size(group), as_real(bucket.flat)
+    part_numel = -(-flat.numel() // n)
+    sent = flat.new_zeros(n * part_numel, dtype=torch.bfloat16)
+    sent[: flat.numel()] = flat
+    received = torch.empty_like(sent)
+    yield dist.all_to_all_single(received, sent, group=group, async_op=True)
+    total = received.view(n, part_numel).sum(0, dtype=torch.float32).bfloat16()
+    yield dist.all_gather(list(sent.chunk(n)), total, group=group, async_op=True)
+    flat.copy_(sent[: flat.numel()])
+
+
+def as_real(flat: Tensor) -> Tensor:
+    """The same memory as real numbers, two for a complex one: a cast would drop the imaginary."""
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+
+
 def _cast(bucket: GradBucket, group: dist.ProcessGroup | None, dtype: torch.dtype) -> Rounds:
-    small = bucket.flat.to(dtype)
+    flat = as_real(bucket.flat)
+    small = flat.to(dtype)
     yield dist.all_reduce(small, group=group, async_op=True)
-    bucket.flat.copy_(small)
+    flat.copy_(small)
