@@ -244,6 +244,41 @@ def test_calls_overlap_and_keep_their_order(pool):
     assert pool(3).run(run) == [[3.0 + 3 * i for i in range(20)]] * 3
 
 
+def test_inputs_may_be_dropped_while_a_call_is_under_way(pool):
+    """As torch promises of asynchronous calls; transposed ones are read from a copy."""
+
+    def run():
+        n, rank, wrong = dist.get_world_size(), dist.get_rank(), []
+
+        def temporary(k):
+            return torch.full((64, 48), float(100 * k + rank)).t()
+
+        with shm_group() as group:
+            calls = {
+                "all_gather": lambda k: dist.all_gather(
+                    out, temporary(k), group=group, async_op=True
+                ),
+                "all_to_all": lambda k: dist.all_to_all(
+                    out, [temporary(k) for _ in range(n)], group=group, async_op=True
+                ),
+                "gather": lambda k: dist.gather(
+                    temporary(k), out if rank == 0 else None, group=group, async_op=True
+                ),
+            }
+            for name, call in calls.items():
+                for k in range(5):
+                    out = [torch.zeros(48, 64) for _ in range(n)]
+                    work = call(k)
+                    kept = [torch.full((48, 64), -1.0) for _ in range(8)]  # takes freed memory
+                    work.wait()
+                    right = [(part == 100 * k + q).all().item() for q, part in enumerate(out)]
+                    if not all(right) and (name != "gather" or rank == 0):
+                        wrong.append((name, k, len(kept)))
+        return wrong
+
+    assert pool(2).run(run) == [[], []]
+
+
 def test_a_callback_may_call_again(pool):
     def run():
         with shm_group() as shm:

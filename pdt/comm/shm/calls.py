@@ -10,7 +10,7 @@ import torch
 
 from pdt.comm.shm.reduce import Op, Reduction
 from pdt.comm.shm.steps import Collectives, Place, place
-from pdt.comm.shm.tensors import Outputs, Tensors, check_equal, cut, describe, flat, parts
+from pdt.comm.shm.tensors import Outputs, Tensors, check_equal, cut, describe, parts
 from pdt.comm.shm.work import Steps
 
 Plan = Callable[[str, Outputs], Steps]
@@ -53,7 +53,9 @@ class Calls:
         def plan(text: str, outputs: Outputs) -> Steps:
             targets = parts(outs, self._size, outputs.flat)
             check_equal([tensor], [targets[self._rank]])
-            return self._steps.spread(text, place(flat(tensor)), [place(t) for t in targets])
+            return self._steps.spread(
+                text, place(outputs.source(tensor)), [place(t) for t in targets]
+            )
 
         return describe(outs), plan
 
@@ -66,7 +68,7 @@ class Calls:
                 memories = parts(outs, self._size, outputs.flat)
                 check_equal([tensor] * self._size, memories)
                 targets = [place(memory) for memory in memories]
-            return self._steps.spread(text, place(flat(tensor)), targets)
+            return self._steps.spread(text, place(outputs.source(tensor)), targets)
 
         return describe(tensor), plan
 
@@ -77,7 +79,7 @@ class Calls:
             sources, targets = [_NOTHING] * self._size, [_NOTHING] * self._size
             targets[root] = place(outputs.flat(out))
             if self._rank == root:
-                memories = parts(ins, self._size, flat)
+                memories = parts(ins, self._size, outputs.source)
                 check_equal(memories, [out] * self._size)
                 sources = [place(memory) for memory in memories]
             return self._steps.deal(text, sources, targets)
@@ -88,7 +90,7 @@ class Calls:
         """`out` becomes the reduction over all ranks of part `rank` of `ins`."""
 
         def plan(text: str, outputs: Outputs) -> Steps:
-            inputs = parts(ins, self._size, flat)
+            inputs = parts(ins, self._size, outputs.source)
             check_equal([inputs[self._rank]], [out])
             reduce = Reduction.of(op, out.dtype)
             return self._steps.reduce_scatter(text, inputs, outputs.flat(out), reduce)
@@ -99,7 +101,7 @@ class Calls:
         """`outs[q]` becomes `ins[rank]` of rank q; any sizes."""
 
         def plan(text: str, outputs: Outputs) -> Steps:
-            sources = [place(tensor) for tensor in parts(ins, self._size, flat)]
+            sources = [place(tensor) for tensor in parts(ins, self._size, outputs.source)]
             targets = [place(tensor) for tensor in parts(outs, self._size, outputs.flat)]
             return self._steps.deal(text, sources, targets)
 
@@ -115,7 +117,7 @@ class Calls:
         """The same for rows of one tensor each: `in_splits[q]` of them go to rank q."""
 
         def plan(text: str, outputs: Outputs) -> Steps:
-            ins = cut(flat(tensor), self._size, in_splits, _rows(tensor))
+            ins = cut(outputs.source(tensor), self._size, in_splits, _rows(tensor))
             outs = cut(outputs.flat(out), self._size, out_splits, _rows(out))
             return self._steps.deal(text, [place(t) for t in ins], [place(t) for t in outs])
 

@@ -24,14 +24,23 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Outputs:
-    """Flat memory for results; `after` brings it to the tensors that have no flat view."""
+    """Flat memory of one call, held until `after` has ended: its steps know only addresses.
+
+    `after` brings results to the tensors that have no flat view.
+    """
 
     def __init__(self) -> None:
+        self._held: Tensors = []
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def source(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Like `flat`, for what is only read: the caller may drop `tensor` while the call runs."""
+        self._held.append(flat(tensor))
+        return self._held[-1]
 
     def flat(self, tensor: torch.Tensor) -> torch.Tensor:
         """Like `flat`; what is written there reaches `tensor` when `after` ends."""
-        memory = flat(tensor)
+        memory = self.source(tensor)
         if memory.data_ptr() != tensor.data_ptr():
             self._copies.append((tensor, memory))
         return memory
