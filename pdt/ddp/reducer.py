@@ -1,9 +1,10 @@
 """One backward pass of data parallelism: gradients into buckets, buckets onto the wire, and back.
 
-Until the first synchronised backward ends, the reducer is *learning*: gradients stay in `.grad`,
-and it notes in which order they come and how often each. Then the ranks exchange their notes, the
-buckets are laid out in rank 0's order, and everything is sent. From then on a bucket is sent as
-soon as it is full, lower indices first, so that all ranks make the same calls in the same order.
+Until the first synchronised backward ends, the reducer is *learning*: it notes in which order the
+gradients come and how often each, and sends nothing. Then the ranks exchange their notes, send all
+buckets, and before the next backward the buckets are laid out anew in rank 0's order. From then on
+a bucket is sent as soon as it is full, lower indices first, so that all ranks make the same calls
+in the same order.
 
 Li et al. 2020, sections 3.2 and 4.2 (arXiv:2006.15704).
 """
@@ -19,10 +20,11 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 
+from pdt.buckets import Bucket
 from pdt.ddp.hooks import Rounds
 from pdt.ddp.listen import listen
 from pdt.ddp.notes import IDLE, exchange_notes, missing_text
-from pdt.ddp.slots import Filling, Settings, Slot, make_buckets
+from pdt.ddp.slots import CHUNK_NBYTES, Filling, Settings, Slot, make_buckets
 
 
 class Reducer:
@@ -38,13 +40,18 @@ class Reducer:
         self, named_params: Sequence[tuple[str, nn.Parameter]], settings: Settings
     ) -> None:
         self.settings = settings
-        self.slots = [Slot(name, p, get_gradient_edge(p).node) for name, p in named_params]
+        self.slots = [
+            Slot(name, p, get_gradient_edge(p).node, p.numel() * p.element_size())
+            for name, p in named_params
+        ]
         self.params = [param for _, param in named_params]
         self.plan = settings.plan(self.params)
         self.scale = 1 / dist.get_world_size(settings.group)
         self.sync = True
         self.before_sync: Callable[[], object] = lambda: None
+        self._learning = True
         self._buckets: list[Filling] = []
+        self._laid_out: list[Bucket] = []  # the plan that the buckets follow
         self._task: int | None = None  # autograd's number of the backward that is open
         self._syncing = False
         self._arrived, self._last = 0, [0] * len(self.slots)  # learning: each one's last place
@@ -66,18 +73,27 @@ class Reducer:
             self.abandon()
         if self._task is None:
             self._task = task
+            self._lay_out()
             Variable._execution_engine.queue_callback(self._end)
         if sync and not self._syncing:
+            self._move_all()
             self._syncing = True
             self.before_sync()
             if self.settings.find_unused:
                 self._look_ahead()
 
+    def _lay_out(self) -> None:
+        """Buckets by the plan of now; here gradients of the step before are usually gone."""
+        if self._laid_out is not self.plan:
+            self._buckets.clear()
+            self._buckets = make_buckets(self.plan, self.slots)
+            self._laid_out = self.plan
+
     def _look_ahead(self) -> None:
         """Do not wait for parameters to which this backward's graph does not lead."""
         for slot in self.slots:
             slot.skipped = not slot.hidden and not slot.is_reached()
-            if slot.skipped and self._buckets:
+            if slot.skipped and not self._learning:
                 slot.fill(self.scale)
                 slot.bucket.pending -= 1
         self._send_full()
@@ -89,52 +105,44 @@ class Reducer:
         slot = self.slots[index]
         if self._task is None:
             self.begin(self.sync)
-        grad = slot.param.grad
-        if grad is None:
-            return
-        if grad.requires_grad:
-            raise RuntimeError(
-                f"{slot.name!r} got a gradient with a graph of its own (create_graph=True), which "
-                "DDP cannot average: ask torch.autograd.grad for the inputs' gradients with "
-                "create_graph=True, or use ddp.module(...) for gradients of this rank alone"
-            )
+        bucket = slot.bucket
+        if not slot.waits:
+            slot.waits = True
+            bucket.waiting.append(slot)
+            bucket.waiting_nbytes += slot.nbytes
         if not self._syncing:
-            self._keep(slot, grad)
-        elif not self._buckets:
+            slot.unreduced = True
+        elif self._learning:
             slot.fired += 1
             slot.hidden = slot.skipped
             self._arrived += 1
             self._last[index] = self._arrived
         else:
-            self._take(slot, grad)
+            if bucket.sent or slot.skipped:
+                raise RuntimeError(slot.late_text())
+            slot.fired += 1
+            if slot.fired == slot.expected:
+                bucket.pending -= 1
+                if bucket.pending == 0:
+                    self._send_full()
+        if bucket.waiting_nbytes >= CHUNK_NBYTES:
+            self._move(bucket)
 
-    def _keep(self, slot: Slot, grad: Tensor) -> None:
-        """Accumulate in the bucket, where the gradient needs no place of its own."""
-        slot.unreduced = True
-        if self._buckets and grad is not slot.view:
-            slot.put(grad, 1.0)
-            slot.param.grad = slot.view
+    def _move(self, bucket: Filling) -> None:
+        bucket.move(self.scale if self._syncing else 1.0, keep=not self._syncing)
 
-    def _take(self, slot: Slot, grad: Tensor) -> None:
-        """Move the gradient into its bucket; send the bucket if it was the last one missing."""
-        if slot.bucket.sent or slot.skipped:
-            raise RuntimeError(slot.late_text())
-        if slot.fired and grad is not slot.view:
-            slot.view.add_(grad, alpha=self.scale)
-        else:
-            slot.put(grad, self.scale)
-        slot.param.grad = None  # so that a second gradient of this backward comes by itself
-        slot.fired += 1
-        if slot.fired == slot.expected:
-            slot.bucket.pending -= 1
-            if slot.bucket.pending == 0:
-                self._send_full()
+    def _move_all(self) -> None:
+        for bucket in self._buckets:
+            if bucket.waiting:
+                self._move(bucket)
 
     # Sending, and the end
 
     def _send_full(self) -> None:
         while self._next < len(self._buckets) and self._buckets[self._next].pending == 0:
             bucket = self._buckets[self._next]
+            if bucket.waiting:
+                self._move(bucket)
             bucket.sent = True
             self._next += 1
             if bucket.flat.numel():
@@ -156,8 +164,9 @@ class Reducer:
     def _end(self) -> None:
         """The backward is over: send what is left, wait, and hand out the means."""
         try:
+            self._move_all()
             if self._syncing and any(slot.contributes for slot in self.slots):
-                if not self._buckets:
+                if self._learning:
                     self._learn(self._last_places())
                 self._finish()
             elif self._syncing:  # nothing has come: was it torch.autograd.grad?
@@ -176,16 +185,16 @@ class Reducer:
         return places
 
     def _learn(self, last: list[int]) -> None:
-        """Exchange notes with the other ranks and lay out the buckets in the order that came."""
+        """Exchange notes with the other ranks, and plan the buckets in the order that came."""
         settings = self.settings
-        notes = exchange_notes(last, settings.group, self.slots[0].param.device)
+        notes = exchange_notes(last, settings.group, self.params[0].device)
         if notes.missing and not settings.find_unused:
-            for slot in self.slots:
-                slot.param.grad = None  # nobody must take this rank's own gradients for means
             named = {r: [self.slots[i].name for i in idle] for r, idle in notes.missing.items()}
             raise RuntimeError(missing_text(named))
         self.plan = settings.plan(self.params, notes.order)
-        self._buckets = make_buckets(self.plan, self.slots, self.scale)
+        if self.plan == self._laid_out:
+            self._laid_out = self.plan
+        self._learning = False
         for slot in self.slots:
             slot.expected = max(slot.fired, 1)
 
@@ -210,7 +219,7 @@ class Reducer:
 
     def _used_by_any(self, own: list[bool]) -> list[bool]:
         """Which parameters have a gradient on some rank; waits for the buckets before it."""
-        used = torch.tensor(own, dtype=torch.int32, device=self.slots[0].param.device)
+        used = torch.tensor(own, dtype=torch.int32, device=self.params[0].device)
         work = dist.all_reduce(used, group=self.settings.group, async_op=True)
         self._wait()
         work.wait()
@@ -218,7 +227,8 @@ class Reducer:
 
     def shadow(self) -> None:
         """Make the calls of one synchronised backward with zeros, for ranks that still have one."""
-        if not self._buckets:
+        self._lay_out()
+        if self._learning:
             self._learn([IDLE] * len(self.slots))
         for bucket in self._buckets:
             bucket.flat.zero_()
@@ -247,6 +257,7 @@ class Reducer:
         self._in_flight = []
         self._arrived, self._last = 0, [0] * len(self.slots)
         for slot in self.slots:
-            slot.fired, slot.skipped, slot.filled, slot.kept = 0, False, False, None
+            slot.fired, slot.kept = 0, None
+            slot.waits = slot.moved = slot.skipped = slot.filled = False
         for bucket in self._buckets:
             bucket.reset()

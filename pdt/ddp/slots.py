@@ -2,7 +2,8 @@
 
 `param.grad` is where autograd accumulates. `view` is the parameter's place in its bucket's `flat`
 buffer. While a synchronised backward runs, each gradient moves from `.grad` into its view, times
-1/world_size; when it ends, `.grad` *is* the view and holds the mean over ranks.
+1/world_size; when it ends, `.grad` *is* the view and holds the mean over ranks. What is accumulated
+without synchronisation moves there too, times 1.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from torch import Tensor, nn
 from pdt.buckets import Bucket, assign_buckets
 from pdt.ddp.hooks import GradBucket, Hook
 from pdt.flat import unflatten
+
+CHUNK_NBYTES = 1 << 18  # of small gradients that are moved together
 
 
 @dataclass(frozen=True)
@@ -42,20 +45,24 @@ class Slot:
     """One parameter's state.
 
     `fired` counts its gradients in this backward, `expected` those after which it is complete (more
-    than one where a re-entrant checkpoint runs a layer several times). `unreduced`: `.grad` holds
-    what was accumulated without synchronisation. `skipped`: this backward's graph does not lead to
-    it. `hidden`: it has fired though the graph did not show it, being inside a re-entrant
-    checkpoint. `filled`: its view has been filled without a gradient, and `kept` is `.grad` as it
-    was, to be put back when no rank has a gradient. `view` and `bucket` come with `make_buckets`.
+    than one where a re-entrant checkpoint runs a layer several times; 0: not known yet). `waits`:
+    its gradient is in `.grad` and to be moved into its view. `unreduced`: what `.grad` holds was
+    accumulated without synchronisation. `skipped`: this backward's graph does not lead to it.
+    `hidden`: it has fired though the graph did not show it, being inside a re-entrant checkpoint.
+    `filled`: its view has been filled without a gradient, and `kept` is `.grad` as it was, to be
+    put back when no rank has a gradient. `view` and `bucket` come with `make_buckets`.
     """
 
     name: str
     param: nn.Parameter
     node: Any  # autograd's accumulation node; held, since autograd itself would let go of it
+    nbytes: int
     view: Tensor = field(init=False)
     bucket: Filling = field(init=False)
     fired: int = 0
-    expected: int = 1
+    expected: int = 0
+    waits: bool = False
+    moved: bool = False
     unreduced: bool = False
     skipped: bool = False
     hidden: bool = False
@@ -66,26 +73,17 @@ class Slot:
     def contributes(self) -> bool:
         return self.fired > 0 or (self.unreduced and self.param.grad is not None)
 
-    def put(self, grad: Tensor, scale: float) -> None:
-        """The view becomes `grad * scale`, in one pass through memory where that is possible."""
-        if grad is self.view:
-            if scale != 1:
-                self.view.mul_(scale)
-        elif grad.is_sparse or grad.dtype != self.view.dtype:
-            self.view.zero_().add_(grad, alpha=scale)
-        else:
-            torch.mul(grad, scale, out=self.view)
-
     def fill(self, scale: float) -> None:
         """No gradient in this backward: contribute what `.grad` holds, or zero."""
         grad = self.kept = self.param.grad
         self.filled = True
         if grad is None:
             self.view.zero_()
-            return
-        if grad is self.view:
+        elif grad is self.view:
             self.kept = grad.clone()
-        self.put(grad, scale)
+            self.view.mul_(scale)
+        else:
+            self.view.copy_(grad).mul_(scale)
 
     def is_reached(self) -> bool:
         """Whether the backward that is running leads to this parameter."""
@@ -97,6 +95,24 @@ class Slot:
                 "cannot average: call loss.backward(), or use ddp.module(...) for gradients of "
                 "this rank alone"
             ) from error
+
+    def move_specially(self, grad: Tensor | None, scale: float) -> list[Tensor]:
+        """What only some gradients need; returns the view if it is to be multiplied yet."""
+        if grad is None:  # somebody's hook has taken it away
+            if not self.moved:
+                self.view.zero_()
+            return []
+        if grad.requires_grad:
+            raise RuntimeError(
+                f"{self.name!r} got a gradient with a graph of its own (create_graph=True), which "
+                "DDP cannot average: ask torch.autograd.grad for the inputs' gradients with "
+                "create_graph=True, or use ddp.module(...) for gradients of this rank alone"
+            )
+        if self.moved:  # a second one in this backward
+            self.view.add_(grad, alpha=scale)
+            return []
+        self.view.zero_().add_(grad)  # a sparse one
+        return [self.view]
 
     def late_text(self) -> str:
         """The error of a gradient that came when its bucket had been sent."""
@@ -114,22 +130,61 @@ class Slot:
 
 @dataclass(eq=False)
 class Filling(GradBucket):
-    """A bucket that waits for `pending` of its parameters before it is sent."""
+    """A bucket that waits for `pending` of its parameters before it is sent; the gradients of
+    `waiting` are still in their parameters' `.grad`."""
 
     slots: list[Slot] = field(default_factory=list)
     pending: int = 0
     sent: bool = False
+    waiting: list[Slot] = field(default_factory=list)
+    waiting_nbytes: int = 0
 
     def reset(self) -> None:
         self.pending, self.sent = len(self.slots), False
+        self.waiting, self.waiting_nbytes = [], 0
+
+    def move(self, scale: float, *, keep: bool = False) -> None:
+        """Bring the waiting gradients into the buffer, times `scale`.
+
+        `.grad` is None afterwards, so that a later gradient of this backward comes by itself, or,
+        to `keep` it, the view. Small ones go together, since calls cost more than bytes there, and
+        a large one by itself, in one pass through memory.
+        """
+        small: list[Tensor] = []
+        places: list[Tensor] = []
+        scaled: list[Tensor] = []  # views that hold what is still to be multiplied
+        for slot in self.waiting:
+            grad = slot.param.grad
+            if grad is None or grad.requires_grad or grad.is_sparse or slot.moved:
+                scaled += slot.move_specially(grad, scale)
+            elif grad is slot.view:
+                scaled.append(grad)
+            elif slot.nbytes >= CHUNK_NBYTES:
+                torch.mul(grad, scale, out=slot.view)
+            else:
+                small.append(grad)
+                places.append(slot.view)
+        if small:
+            torch._foreach_copy_(places, small)
+            scaled += places
+        if scaled and scale != 1:
+            torch._foreach_mul_(scaled, scale)
+        for slot in self.waiting:
+            slot.param.grad = slot.view if keep else None
+            slot.waits, slot.moved = False, not keep
+        self.waiting, self.waiting_nbytes = [], 0
 
 
-def make_buckets(plan: Sequence[Bucket], slots: Sequence[Slot], scale: float) -> list[Filling]:
-    """Storage for each bucket, and into it the gradients that have come, times `scale`.
+def make_buckets(plan: Sequence[Bucket], slots: Sequence[Slot]) -> list[Filling]:
+    """Storage for each bucket; gradients that lie in older buckets move over.
 
-    One bucket after the other, each gradient freed when it has moved, so that never more than one
-    bucket stands beside the gradients that it replaces.
+    Older buckets are freed as soon as nothing is left in them.
     """
+    for slot in slots:
+        if hasattr(slot, "view"):
+            del slot.bucket
+            if slot.param.grad is not slot.view:
+                del slot.view
     made = []
     for bucket in plan:
         held = [slots[i] for i in bucket.params]
@@ -137,10 +192,9 @@ def make_buckets(plan: Sequence[Bucket], slots: Sequence[Slot], scale: float) ->
         views = unflatten(flat, [slot.param for slot in held])
         filling = Filling(bucket.index, flat, views, bucket.index == len(plan) - 1, held)
         for slot, view in zip(held, views, strict=True):
+            if hasattr(slot, "view"):
+                slot.param.grad = view.copy_(slot.view)
             slot.view, slot.bucket = view, filling
-            if slot.fired and slot.param.grad is not None:
-                slot.put(slot.param.grad, scale)
-                slot.param.grad = None
         filling.reset()
         made.append(filling)
     return made
