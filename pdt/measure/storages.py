@@ -97,7 +97,7 @@ class StorageLog:
 
     def close(self) -> None:
         """Stop following; the log stays as it is."""
-        for storage in self._alive.values():
+        for storage in list(self._alive.values()):  # another thread may drop one meanwhile
             storage.ref = None  # and with the reference goes its callback
         self._alive.clear()
 
@@ -130,6 +130,6 @@ class StorageLog:
 
     def _died(self, storage: Storage, key: int, _ref: object) -> None:
         if self._alive.get(key) is storage:
-            del self._alive[key]
+            self._alive.pop(key, None)
         storage.ref = None
         self._resized(storage, 0)
