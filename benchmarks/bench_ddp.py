@@ -122,8 +122,8 @@ def measure(model_name: str, cap: float, repeats: int) -> dict[str, float]:
 
     seconds: dict[str, list[float]] = {name: [] for name in [*models, "comm", "backward"]}
     for turn in range(repeats):
-        names = list(models) if turn % 2 else list(models)[::-1]
-        for name in [*names, "comm"]:
+        first = ["pdt", "torch"] if turn % 2 else ["torch", "pdt"]  # each as often behind "comm"
+        for name in [*first, "free", "comm"]:
             dist.barrier()
             start = perf_counter()
             if name == "comm":
@@ -170,7 +170,7 @@ def main() -> None:
         for model_name in MODELS:
             for cap in CAPS[1:3] if args.quick else CAPS:
                 with Ranks(2, timeout_s=300, **options) as ranks:
-                    found = ranks.run(measure, model_name, cap, 8 if args.quick else 13)[0]
+                    found = ranks.run(measure, model_name, cap, 8 if args.quick else 14)[0]
                     rows.append(
                         {
                             "wire": wire,
