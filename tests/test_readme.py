@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -55,6 +56,25 @@ def test_the_collectives_figures_are_as_measured(op: str) -> None:
     for ranks in (2, 4):
         said = ", ".join(f"{faster[ranks, mib * 1024]:.1f}" for mib in (16, 32, 64))
         assert said in line(f"`collectives.{op}`")
+
+
+def test_ddp_s_figures_are_as_measured() -> None:
+    found = rows("ddp")
+    by_model = {
+        model: [row["pdt/torch"] for row in found if row["model"] == model]
+        for model in ("large", "small", "device")
+    }
+    said = ", ".join(f"{median(ratios):.2f}" for ratios in by_model.values())
+    assert f"{said} times as long by median" in line("a step with `pdt.ddp.DDP`")
+    assert {len(ratios) for ratios in by_model.values()} == {16}
+    (row,) = (
+        row
+        for row in found
+        if (row["wire"], row["model"], row["cap_mib"]) == ("link 250 MB/s", "large", 1.0)
+    )
+    assert f"{row['overlap torch']:.0%} of what could be hidden" in line("its overlap on a link")
+    assert f"| {row['overlap pdt']:.0%} |" in line("its overlap on a link")
+    assert {row["peak pdt/torch"] for row in found} == {1.0, None}  # not counted on shm
 
 
 def test_what_the_readme_links_to_exists() -> None:
