@@ -23,8 +23,8 @@ PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGE = sorted((ROOT / "pdt").rglob("*.py"))
 
 # A file imports from levels below its own, or from a pure file of its own folder or, on level 0, of
-# its own level. The instruments and `ddp` are each one thing in several files: these may import each
-# other, but not in a circle.
+# its own level. The instruments and `ddp` are each one thing in several files: these may import
+# each other, but not in a circle.
 LEVELS = {
     0: ("segment", "flat", "buckets", "measure", "model"),
     1: ("comm",),
