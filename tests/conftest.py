@@ -50,8 +50,18 @@ def _why_no_netns() -> str | None:
     return None if made.returncode == 0 else f"no network namespace: {made.stderr.strip()}"
 
 
+def _is_large_world(item: pytest.Item) -> bool:
+    """A test of data parallelism on three ranks or more: left to `make test`, two are quick."""
+    params = getattr(getattr(item, "callspec", None), "params", {})
+    sizes = [params.get(name, 0) for name in ("world_size", "n")]
+    return item.path.name.startswith("test_ddp") and max(sizes) > 2
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
+        if _is_large_world(item):
+            item.add_marker(pytest.mark.slow)
         for mark, reason in (("gpu", _why_no_gpu), ("netns", _why_no_netns)):
             if item.get_closest_marker(mark) is not None and (why := reason()) is not None:
                 item.add_marker(pytest.mark.skip(reason=why))

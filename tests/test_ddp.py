@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 SEED, SAMPLES, STEPS = 7, 12, 4
-SLOW = pytest.mark.slow
 
 
 class Cruel(nn.Module):
@@ -84,7 +83,7 @@ def _close(got: list[Tensor], wanted: list[Tensor]) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, *(pytest.param(n, marks=SLOW) for n in (3, 4))])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("cap", [0.0, 25.0])
 def test_equals_one_process(pool: Any, world_size: int, name: str, cap: float) -> None:
@@ -118,7 +117,7 @@ def test_equals_torchs_to_the_bit_where_sums_have_one_order(pool: Any, backend: 
     assert all(pool(2, backend=backend).run(run))
 
 
-@pytest.mark.parametrize("world_size", [3, pytest.param(4, marks=SLOW)])
+@pytest.mark.parametrize("world_size", [3, 4])
 def test_gradients_equal_torchs_to_the_bit_once_the_layouts_are_the_same(
     pool: Any, world_size: int
 ) -> None:

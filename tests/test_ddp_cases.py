@@ -58,7 +58,7 @@ def _two_forwards(m: nn.Module, rank: int) -> None:
     (m(_x(rank, 3, 4)).square().mean() + m(_x(rank + 10, 3, 4)).square().mean()).backward()
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("go", [_two_backwards, _retained, _two_forwards])
 def test_every_backward_is_reduced(pool: Any, go: Any, world_size: int) -> None:
     def run() -> list[list[Tensor]]:

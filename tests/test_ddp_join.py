@@ -38,7 +38,7 @@ def _alone(world_size: int, initial: bool) -> list[Tensor]:
     return [p.detach() for p in module.parameters()]
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("initial", [True, False])
 @pytest.mark.parametrize("find_unused", [True, False])
 def test_uneven_batches_equal_one_process(
