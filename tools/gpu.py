@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ def missing() -> str | None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the tests and write benchmarks/results/gpu_tests.json; 0 when one ran and all passed."""
+    """Run the tests and the picture, write benchmarks/results; 0 when one ran and all passed."""
     parser = argparse.ArgumentParser(prog="python -m tools.gpu", description=__doc__)
     _, pytest_options = parser.parse_known_args(argv)
     if reason := missing():
@@ -60,7 +61,17 @@ def main(argv: list[str] | None = None) -> int:
     status = pytest.main(chosen, plugins=[recorder])
     passed = sum(row["outcome"] == "passed" for row in recorder.rows)
     print(f"gpu: {passed} passed; {write_results('gpu_tests', recorder.rows)}")
-    return int(status) or (0 if passed else 1)
+    return int(status) or (0 if passed else 1) or draw_overlap()
+
+
+def draw_overlap() -> int:
+    """The picture of a step of DDP on these GPUs; 0 too where nothing is there to draw it with."""
+    lacking = [name for name in ("matplotlib", "tabulate") if not importlib.util.find_spec(name)]
+    if lacking:
+        print(f"gpu: no picture of the overlap, {' and '.join(lacking)} not installed")
+        return 0
+    script = ROOT / "benchmarks" / "bench_overlap.py"
+    return subprocess.run([sys.executable, str(script)], timeout=300, check=False).returncode
 
 
 if __name__ == "__main__":

@@ -28,7 +28,8 @@ class DDP(nn.Module):
 
     Every rank holds all parameters, all gradients (as views into flat buckets) and, from the
     construction on, rank 0's initial values. `group` is a process group (default: all ranks).
-    `bucket_cap_mb` and `first_bucket_mb` are MiB, see `pdt.buckets`. `comm_hook` says what a bucket
+    `bucket_cap_mb` and `first_bucket_mb` are MiB, see `pdt.buckets` (torch has 1 MiB for the first
+    bucket only while it is not told a cap). `comm_hook` says what a bucket
     sends, see `pdt.ddp.hooks`. `find_unused_parameters` lets a parameter have no gradient: it
     counts as zero on ranks that have none, and is left alone where no rank has one; it costs one
     all-reduce of four bytes a parameter per step. `broadcast_buffers` sends rank 0's buffers in
@@ -69,8 +70,7 @@ class DDP(nn.Module):
         self._sync = True
         self._join: Join | None = None
         check_same(describe(module), group, _device_of(module))
-        self._reducer = Reducer(_trainable(module), self._settings)
-        self._owners = _owners(module)
+        self._look_at_module()
         broadcast([*module.parameters(), *module.buffers()], group)
 
     @property
@@ -102,25 +102,36 @@ class DDP(nn.Module):
         if self.training:
             self._share_buffers(self._join.source if self._join else 0)
 
+    def _look_at_module(self) -> None:
+        """Note what there is, so that a step need not walk through the module."""
+        self._reducer = Reducer(_trainable(self.module), self._settings)
+        self._owners = _owners(self.module)
+        self._buffer_owners = [
+            (child._buffers, name) for child in self.module.modules() for name in child._buffers
+        ]
+
     def _share_buffers(self, source: int) -> None:
-        if self.broadcast_buffers:
-            broadcast(list(self.module.buffers()), self._settings.group, source)
+        if self.broadcast_buffers and self._buffer_owners:
+            found = [owned.get(name) for owned, name in self._buffer_owners]
+            buffers = [buffer for buffer in found if buffer is not None]
+            broadcast(buffers, self._settings.group, source)
 
     def _follow_module(self) -> None:
         """Plan again when a parameter was frozen, unfrozen or replaced: on all ranks, or it raises.
 
-        A parameter that is added later is not seen; wrap the module again then.
+        A parameter or buffer that is added later is not seen; wrap the module again then.
         """
         for owned, name, param, trained in self._owners:
             if owned.get(name) is not param or param.requires_grad != trained:
                 break
         else:
             return
-        accumulated = {id(s.param) for s in self._reducer.slots if s.unreduced}
         check_same(describe(self.module), self._settings.group, _device_of(self.module))
-        self._reducer.close()
-        self._reducer = Reducer(_trainable(self.module), self._settings)
-        self._owners = _owners(self.module)
+        before = self._reducer
+        before.close()
+        self._look_at_module()
+        self._reducer.scale, self._reducer.before_sync = before.scale, before.before_sync
+        accumulated = {id(slot.param) for slot in before.slots if slot.unreduced}
         for slot in self._reducer.slots:
             slot.unreduced = id(slot.param) in accumulated
 
@@ -197,14 +208,13 @@ class DDP(nn.Module):
         return {
             key: value
             for key, value in self.__dict__.items()
-            if key not in ("_reducer", "_owners", "_join")
+            if key not in ("_reducer", "_owners", "_buffer_owners", "_join")
         }
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         super().__setstate__(dict(state))
         self._join = None
-        self._reducer = Reducer(_trainable(self.module), self._settings)
-        self._owners = _owners(self.module)
+        self._look_at_module()
 
 
 def _trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
