@@ -290,4 +290,4 @@ def test_two_hosts_meet_and_train(tiny: list[str], tmp_path: Path) -> None:
     with ThreadPoolExecutor() as threads:
         hosts = list(threads.map(lambda _: run(command, environment), range(2)))
     assert [host.returncode for host in hosts] == [0, 0], hosts
-    assert "naive on 2 ranks (cpu), 2 steps" in hosts[0].stdout + hosts[1].stdout
+    assert "ddp on 2 ranks (cpu), 2 steps" in hosts[0].stdout + hosts[1].stdout
