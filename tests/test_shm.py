@@ -530,7 +530,7 @@ def launch(world_size, body):
             try:
                 body(rank, group)
             except RuntimeError as error:
-                print(f"rank {rank}: {error}", flush=True)
+                os.write(1, f"rank {rank}: {error}\\n".encode())  # a line in one piece
             os._exit(0)
         pipes.append(writer), pids.append(pid)
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
