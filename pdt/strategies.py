@@ -20,10 +20,15 @@ from pdt.ddp.shared_memory import slice_cuts
 from pdt.flat import offsets
 
 
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that get a gradient; a tied one once."""
+    return [param for param in model.parameters() if param.requires_grad]
+
+
 def replicated_nbytes(model: nn.Module, n: int) -> dict[str, int]:
     """Every rank holds all: the parameters, as many gradients, and AdamW's two states and steps."""
-    params = [p for p in model.parameters() if p.requires_grad]
-    nbytes = sum(p.numel() * p.element_size() for p in params)
+    params = trained(model)
+    nbytes = sum(p.nbytes for p in params)
     states = 2 * nbytes + 4 * len(params)  # a step count of four bytes per parameter
     return {"parameters": nbytes, "gradients": nbytes, "optimizer states": states}
 
@@ -58,7 +63,7 @@ def average_gradients(model: nn.Module) -> None:
     A rank without a gradient counts as zero; where no rank has one it stays None, so that weight
     decay leaves the parameter alone. The ranks agree on this by one small all-reduce before.
     """
-    params = [p for p in model.parameters() if p.requires_grad]  # a tied one comes once
+    params = trained(model)
     if not params:
         return
     has_grad = torch.tensor([p.grad is not None for p in params], device=params[0].device).int()
@@ -73,15 +78,14 @@ def average_gradients(model: nn.Module) -> None:
 
 def _naive_wire_nbytes(model: nn.Module, n: int) -> float:
     """2(n-1)/n of the gradients, and of the four bytes a parameter by which the ranks agree."""
-    params = [p for p in model.parameters() if p.requires_grad]
-    nbytes = sum(p.numel() * p.element_size() for p in params) + 4 * len(params)
+    nbytes = sum(p.nbytes + 4 for p in trained(model))
     return wire_nbytes("all_reduce", nbytes, n)
 
 
 def shared_nbytes(model: nn.Module, n: int) -> dict[str, int]:
     """A rank's part, the first one's, of what n ranks of one machine hold once: parameters,
     gradients, and AdamW's states of the elements that it owns."""
-    params = [p for p in model.parameters() if p.requires_grad]
+    params = trained(model)
     held = replicated_nbytes(model, n)
     numels = [p.numel() for p in params]
     own = slice_cuts(numels, n)[1]
@@ -96,7 +100,7 @@ def shared_nbytes(model: nn.Module, n: int) -> dict[str, int]:
 
 def _ddp_wire_nbytes(model: nn.Module, n: int) -> float:
     """2(n-1)/n of the gradients, however many buckets they travel in."""
-    nbytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    nbytes = sum(p.nbytes for p in trained(model))
     return wire_nbytes("all_reduce", nbytes, n)
 
 

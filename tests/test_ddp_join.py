@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from pdt.ddp.join import BACKWARD, FORWARD, STOPPED
 
@@ -86,6 +87,38 @@ def test_accumulation_and_two_forwards_are_followed(pool: Any) -> None:
         (module(_batch(step, 0)).mean() / 2).backward()
     for got, param in zip(pool(2).run(run)[0], module.parameters(), strict=True):
         torch.testing.assert_close(got, param.grad, rtol=0, atol=1e-12)
+
+
+def test_a_rank_that_had_no_batch_learns_by_its_own_first_backward(pool: Any) -> None:
+    """A layer that a re-entrant checkpoint runs twice: rank 1 only shadowed when others learned."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.head = _layer(), _layer()
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(2):
+                x = checkpoint(self.layer, x, use_reentrant=True)
+            return self.head(x)
+
+    def run() -> list[Tensor]:
+        from pdt.ddp import DDP
+
+        model, rank = DDP(Twice(), bucket_cap_mb=0, first_bucket_mb=0), dist.get_rank()
+        with model.join():
+            for step in range(1 - rank):
+                model(_batch(step, rank).requires_grad_()).mean().backward()
+        for step in range(2):
+            model.zero_grad()
+            model(_batch(step, rank).requires_grad_()).mean().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    alone = Twice()
+    (sum(alone(_batch(1, rank).requires_grad_()).mean() for rank in range(2)) / 2).backward()
+    for grads in pool(2).run(run):
+        for got, param in zip(grads, alone.parameters(), strict=True):
+            torch.testing.assert_close(got, param.grad, rtol=0, atol=1e-12)
 
 
 def test_buffers_come_from_a_rank_that_still_has_batches(pool: Any) -> None:

@@ -29,13 +29,13 @@ class DDP(nn.Module):
     Every rank holds all parameters, all gradients (as views into flat buckets) and, from the
     construction on, rank 0's initial values. `group` is a process group (default: all ranks).
     `bucket_cap_mb` and `first_bucket_mb` are MiB, see `pdt.buckets` (torch has 1 MiB for the first
-    bucket only while it is not told a cap). `comm_hook` says what a bucket
-    sends, see `pdt.ddp.hooks`. `find_unused_parameters` lets a parameter have no gradient: it
-    counts as zero on ranks that have none, and is left alone where no rank has one; it costs one
-    all-reduce of four bytes a parameter per step. `broadcast_buffers` sends rank 0's buffers in
-    each training forward. `grad_dtype` keeps gradients, their accumulation and their reduction in
-    another dtype than the parameters': torch.float32 for bf16 parameters costs four bytes a
-    parameter instead of two, in memory and on the wire, and `.grad` is then fp32.
+    bucket only while it is not told a cap). `comm_hook` says what a bucket sends, see
+    `pdt.ddp.hooks`. `find_unused_parameters` lets a parameter have no gradient: it counts as zero
+    on ranks that have none, and is left alone where no rank has one; it costs one all-reduce of
+    four bytes a parameter per step. `broadcast_buffers` sends rank 0's buffers in each training
+    forward. `grad_dtype` keeps gradients, their accumulation and their reduction in another dtype
+    than the parameters': torch.float32 for bf16 parameters costs four bytes a parameter instead of
+    two, in memory and on the wire, and `.grad` is then fp32. A sparse gradient arrives dense.
 
     Raises ValueError, the same on every rank, when the ranks' modules differ in a parameter's or
     buffer's name, shape, strides, dtype or requires_grad; and RuntimeError in the backward in which
@@ -99,8 +99,7 @@ class DDP(nn.Module):
             return
         if self._join is not None:
             self._join.tell(FORWARD)
-        if self.training:
-            self._share_buffers(self._join.source if self._join else 0)
+        self._share_buffers(self._join.source if self._join else 0)
 
     def _look_at_module(self) -> None:
         """Note what there is, so that a step need not walk through the module."""
@@ -111,7 +110,7 @@ class DDP(nn.Module):
         ]
 
     def _share_buffers(self, source: int) -> None:
-        if self.broadcast_buffers and self._buffer_owners:
+        if self.training and self.broadcast_buffers and self._buffer_owners:
             found = [owned.get(name) for owned, name in self._buffer_owners]
             buffers = [buffer for buffer in found if buffer is not None]
             broadcast(buffers, self._settings.group, source)
@@ -178,7 +177,7 @@ class DDP(nn.Module):
         usual, reducer.before_sync = reducer.scale, lambda: joined.tell(BACKWARD)
         try:
             yield
-            joined.shadow(self._shadow_forward, self._reducer.shadow)
+            joined.shadow(self._share_buffers, self._reducer.shadow)
             broadcast(
                 [*self.module.parameters(), *self.module.buffers()], settings.group, joined.source
             )
@@ -186,13 +185,9 @@ class DDP(nn.Module):
             self._join = None
             self._reducer.scale, self._reducer.before_sync = usual, lambda: None
 
-    def _shadow_forward(self, source: int) -> None:
-        if self.training:
-            self._share_buffers(source)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> DDP:
         """A wrapper of a copy of the module, on the same group; it averages by itself."""
-        twin = DDP.__new__(DDP)
+        twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         hook = copy.deepcopy(self._settings.hook, memo)
         state = {

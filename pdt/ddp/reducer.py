@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.autograd.graph import get_gradient_edge
 
 from pdt.buckets import Bucket
 from pdt.ddp.hooks import Rounds
@@ -40,10 +39,7 @@ class Reducer:
         self, named_params: Sequence[tuple[str, nn.Parameter]], settings: Settings
     ) -> None:
         self.settings = settings
-        self.slots = [
-            Slot(name, p, get_gradient_edge(p).node, p.numel() * p.element_size())
-            for name, p in named_params
-        ]
+        self.slots = [Slot(name, param) for name, param in named_params]
         self.params = [param for _, param in named_params]
         self.plan = settings.plan(self.params)
         self.scale = 1 / dist.get_world_size(settings.group)
@@ -195,8 +191,6 @@ class Reducer:
         if self.plan == self._laid_out:
             self._laid_out = self.plan
         self._learning = False
-        for slot in self.slots:
-            slot.expected = max(slot.fired, 1)
 
     def _finish(self) -> None:
         for slot in self.slots:
@@ -212,6 +206,7 @@ class Reducer:
         for slot, is_used in zip(self.slots, used, strict=True):
             slot.param.grad = slot.view if is_used else slot.kept
             slot.unreduced = False
+            slot.expected = slot.expected or slot.fired
             if not is_used and not self.settings.find_unused and slot.param.requires_grad:
                 missing.append(slot.name)
         if missing:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,29 +39,15 @@ def check_same(lines: Sequence[str], group: dist.ProcessGroup | None, device: to
     One all-gather of 32 bytes, a digest of the lines; only when the digests differ are the lines
     themselves exchanged, to say who holds what.
     """
-    text = "\n".join(lines).encode()
-    digest = hashlib.sha256(text).digest()
-    digests = _gather_bytes(digest, len(digest), group, device)
-    if all(other == digest for other in digests):
+    digest = hashlib.sha256("\n".join(lines).encode()).digest()
+    own = torch.tensor(list(digest), dtype=torch.uint8, device=device)
+    digests = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(digests, own, group=group)
+    if all(torch.equal(other, own) for other in digests):
         return
-    lengths = [int.from_bytes(x, "big") for x in _gather_bytes(_eight(len(text)), 8, group, device)]
-    texts = _gather_bytes(text, max(lengths), group, device)
-    held = [t[:n].decode().split("\n") for t, n in zip(texts, lengths, strict=True)]
+    held: list[Any] = [None] * len(digests)
+    dist.all_gather_object(held, list(lines), group=group)
     raise ValueError(f"every rank must wrap the same model, but {_first_difference(held)}")
-
-
-def _eight(number: int) -> bytes:
-    return number.to_bytes(8, "big")
-
-
-def _gather_bytes(
-    own: bytes, nbytes: int, group: dist.ProcessGroup | None, device: torch.device
-) -> list[bytes]:
-    padded = own.ljust(nbytes, b"\0")
-    sent = torch.tensor(list(padded), dtype=torch.uint8, device=device)
-    received = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(received, sent, group=group)
-    return [bytes(part.tolist()) for part in received]
 
 
 def _first_difference(held: Sequence[Sequence[str]]) -> str:

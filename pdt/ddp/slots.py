@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from pdt.buckets import Bucket, assign_buckets
 from pdt.ddp.hooks import GradBucket, Hook
@@ -45,9 +46,10 @@ class Slot:
     """One parameter's state.
 
     `fired` counts its gradients in this backward, `expected` those after which it is complete (more
-    than one where a re-entrant checkpoint runs a layer several times; 0: not known yet). `waits`:
-    its gradient is in `.grad` and to be moved into its view. `unreduced`: what `.grad` holds was
-    accumulated without synchronisation. `skipped`: this backward's graph does not lead to it.
+    than one where a re-entrant checkpoint runs a layer several times; 0 until its first gradient:
+    its bucket is then sent at the end). `waits`: its gradient is in `.grad` and to be moved into
+    its view. `moved`: one of this backward's gradients has been. `unreduced`: what `.grad` holds
+    was accumulated without synchronisation. `skipped`: this backward's graph does not lead to it.
     `hidden`: it has fired though the graph did not show it, being inside a re-entrant checkpoint.
     `filled`: its view has been filled without a gradient, and `kept` is `.grad` as it was, to be
     put back when no rank has a gradient. `view` and `bucket` come with `make_buckets`.
@@ -55,8 +57,8 @@ class Slot:
 
     name: str
     param: nn.Parameter
-    node: Any  # autograd's accumulation node; held, since autograd itself would let go of it
-    nbytes: int
+    node: Any = field(init=False)  # autograd's accumulation node, which lives while it is held
+    nbytes: int = field(init=False)
     view: Tensor = field(init=False)
     bucket: Filling = field(init=False)
     fired: int = 0
@@ -68,6 +70,10 @@ class Slot:
     hidden: bool = False
     filled: bool = False
     kept: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.node = get_gradient_edge(self.param).node
+        self.nbytes = self.param.numel() * self.param.element_size()
 
     @property
     def contributes(self) -> bool:
@@ -122,7 +128,7 @@ class Slot:
                 "find_unused_parameters=True use checkpoint(..., use_reentrant=False)"
             )
         return (
-            f"{self.name!r} got a gradient after its bucket was sent: the first backward gave it "
+            f"{self.name!r} got a gradient after its bucket was sent: its first backward gave it "
             f"{self.expected}, this one gives it more (a re-entrant checkpoint that runs a layer "
             "more often?). Use checkpoint(..., use_reentrant=False), or wrap the model again"
         )
