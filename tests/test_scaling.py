@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 from pathlib import Path
@@ -12,7 +13,8 @@ from pdt.comm.cost import ring_all_reduce_s
 from pdt.comm.topology import Link
 from pdt.plan.scaling import DataParallelStep, even_buckets, fit_scaling, pipelined_s
 
-PUBLISHED = json.loads((Path(__file__).parent / "data" / "ddp_figures.json").read_text())
+ROOT = Path(__file__).parents[1]
+PUBLISHED = json.loads((ROOT / "tests" / "data" / "ddp_figures.json").read_text())
 FIGURE_9 = PUBLISHED["figure9_seconds"]
 GPUS = FIGURE_9["gpus"]
 CURVES = ["ResNet50 NCCL", "ResNet50 gloo", "BERT NCCL", "BERT gloo"]
@@ -150,3 +152,19 @@ def test_a_fit_needs_two_points_and_a_step_needs_times() -> None:
         DataParallelStep(1.0, 1.0, 1.0, ())
     with pytest.raises(ValueError, match="positive"):
         even_buckets(0, math.inf)
+
+
+def test_lesson_06_prints_these_figures() -> None:
+    """A notebook carries its numbers with it; they are those of the data."""
+    notebook = json.loads((ROOT / "notebooks" / "06_overlap.ipynb").read_text())
+    cells = ("".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code")
+    nodes = (node for cell in cells if "FIGURE_" in cell for node in ast.parse(cell).body)
+    tables = {
+        node.targets[0].id: ast.literal_eval(node.value)
+        for node in nodes
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict | ast.List)
+    }
+    figure_6 = {name: list(row) for name, row in tables["FIGURE_6"].items()}
+    assert figure_6 == {name: PUBLISHED["figure6_32_gpus"][name] for name in CURVES}
+    assert tables["FIGURE_9"] == {name: FIGURE_9[name] for name in CURVES}
+    assert tables["GPUS"] == GPUS
