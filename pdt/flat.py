@@ -1,11 +1,14 @@
 """Many tensors as one: views into a flat buffer, shaped and strided like what they stand for.
 
-Pure: no process group. A collective on the flat buffer moves all of them by one call.
+Pure: no process group. A collective on the flat buffer moves all of them by one call. In n equal
+shards, the buffer is what n ranks divide among themselves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -82,3 +85,58 @@ def unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     if flat.dim() != 1 or flat.numel() != end:
         raise ValueError(f"{end} elements do not fill a flat tensor of shape {tuple(flat.shape)}")
     return [view_like(flat, start, tensor) for start, tensor in zip(starts, like, strict=True)]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one shard holds of one tensor: the elements [start, stop) of tensor `index`, in the
+    order of its memory, from `offset` of the shard on."""
+
+    index: int
+    start: int
+    stop: int
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def in_shard(self) -> slice:
+        return slice(self.offset, self.offset + self.numel)
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """Tensors of `numels` elements one behind the other, and padding, as `n` equal shards.
+
+    The padding is at the end: at most n-1 elements, in the last shards. With more shards than
+    elements some hold padding alone.
+    """
+
+    numels: tuple[int, ...]
+    n: int
+
+    @cached_property
+    def offsets(self) -> list[int]:
+        """Where each tensor begins, and the end of the last one, where the padding begins."""
+        return offsets(self.numels)
+
+    @property
+    def shard_numel(self) -> int:
+        return -(-self.offsets[-1] // self.n)
+
+    @property
+    def padded_numel(self) -> int:
+        return self.n * self.shard_numel
+
+    def pieces(self, rank: int) -> list[Piece]:
+        """What shard `rank` holds of each tensor, without padding and without empty pieces."""
+        first = rank * self.shard_numel
+        last = first + self.shard_numel
+        found = []
+        for index, (begin, end) in enumerate(zip(self.offsets, self.offsets[1:], strict=False)):
+            start, stop = max(begin, first), min(end, last)
+            if start < stop:
+                found.append(Piece(index, start - begin, stop - begin, start - first))
+        return found

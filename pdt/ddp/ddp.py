@@ -16,10 +16,10 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from pdt.buckets import Bucket
+from pdt.comm.replicate import broadcast, check_same, describe
 from pdt.ddp.hooks import Hook, all_reduce_hook
 from pdt.ddp.join import BACKWARD, FORWARD, Join
 from pdt.ddp.reducer import Reducer
-from pdt.ddp.replicate import broadcast, check_same, describe
 from pdt.ddp.slots import Settings
 
 

@@ -21,9 +21,9 @@ from torch.autograd import Variable
 
 from pdt.buckets import Bucket
 from pdt.ddp.hooks import Rounds
-from pdt.ddp.listen import listen
 from pdt.ddp.notes import IDLE, exchange_notes, missing_text
 from pdt.ddp.slots import CHUNK_NBYTES, Filling, Settings, Slot, make_buckets
+from pdt.listen import listen
 
 
 class Reducer:

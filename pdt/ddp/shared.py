@@ -22,11 +22,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from pdt.ddp.listen import set_grad_dtype
-from pdt.ddp.replicate import broadcast, check_same, describe
+from pdt.comm.replicate import broadcast, check_same, describe
 from pdt.ddp.shared_memory import Flat, NodeMemory, common_key
 from pdt.ddp.shared_optimizer import SharedOptimizer, Slot
 from pdt.flat import offsets, view_like
+from pdt.listen import set_grad_dtype
 
 __all__ = ["SharedOptimizer", "SharedParameters"]
 

@@ -1,4 +1,4 @@
-"""Hooks on parameters, by which a reducer hears that autograd has accumulated a gradient."""
+"""Hooks on parameters, by which whoever reduces gradients hears that one has been accumulated."""
 
 from __future__ import annotations
 
@@ -21,20 +21,24 @@ def listen(
     listener: Listener,
     named_params: Sequence[tuple[str, nn.Parameter]],
     grad_dtype: torch.dtype | None,
+    *,
+    keys: Sequence[int] | None = None,
 ) -> Callable[[], object]:
     """Call `listener.arrive(i)` after each accumulation in the `.grad` of parameter i.
 
-    With `grad_dtype`, gradients are accumulated in that dtype. The hooks hold the listener only
-    weakly: all ends when it is dropped, or when the function that is returned is called. Raises
-    ValueError for a parameter that another listener hears already.
+    `keys` are what they are called instead of 0, 1, 2, ... With `grad_dtype`, gradients are
+    accumulated in that dtype. The hooks hold the listener only weakly: all ends when it is dropped,
+    or when the function that is returned is called. Raises ValueError for a parameter that another
+    listener hears already.
     """
     for name, param in named_params:
         hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
         for hook in hooks.values():
-            if isinstance(hook, partial) and hook.func is _arrived and hook.args[0]() is not None:
+            heard_by = hook.args[0]() if _is_ours(hook) else None
+            if heard_by is not None:
                 raise ValueError(
-                    f"{name!r} belongs to another DDP, which averages its gradient already: "
-                    "drop that one first (del ddp), or go on with it"
+                    f"the gradient of {name!r} is averaged already, by a {type(heard_by).__name__}:"
+                    " drop the wrapper or optimizer that does it first (del), or go on with it"
                 )
     params = [param for _, param in named_params]
     if grad_dtype is not None:
@@ -42,16 +46,20 @@ def listen(
             set_grad_dtype(param, grad_dtype)
     ref = weakref.ref(listener)
     handles = [
-        param.register_post_accumulate_grad_hook(partial(_arrived, ref, index))
-        for index, param in enumerate(params)
+        param.register_post_accumulate_grad_hook(partial(_arrived, ref, key))
+        for key, param in zip(keys or range(len(params)), params, strict=True)
     ]
     return weakref.finalize(listener, _release, handles, params, grad_dtype)
 
 
-def _arrived(ref: weakref.ref[Any], index: int, _param: Tensor) -> None:
+def _is_ours(hook: Any) -> bool:
+    return isinstance(hook, partial) and hook.func is _arrived
+
+
+def _arrived(ref: weakref.ref[Any], key: int, _param: Tensor) -> None:
     listener = ref()
     if listener is not None:
-        listener.arrive(index)
+        listener.arrive(key)
 
 
 def _release(

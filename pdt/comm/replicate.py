@@ -47,7 +47,7 @@ def check_same(lines: Sequence[str], group: dist.ProcessGroup | None, device: to
         return
     held: list[Any] = [None] * len(digests)
     dist.all_gather_object(held, list(lines), group=group)
-    raise ValueError(f"every rank must wrap the same model, but {_first_difference(held)}")
+    raise ValueError(f"every rank must hold the same model, but {_first_difference(held)}")
 
 
 def _first_difference(held: Sequence[Sequence[str]]) -> str:

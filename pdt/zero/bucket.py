@@ -1,0 +1,114 @@
+"""Parameters that are reduced, updated and gathered together, and this rank's shard of them.
+
+Words: a bucket's *flat* buffer holds its parameters one behind the other, padded to n equal
+*shards*; shard r belongs to rank r. The model's parameters become views into `flat`, so an
+all-gather writes into the model itself. Gradients of the same layout are reduced into `shard_grad`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pdt.comm.started import Started, start_all_gather, start_reduce_scatter
+from pdt.flat import ShardLayout, unflatten
+
+
+class ShardedBucket:
+    """`flat` and the place of each parameter in it; this rank's `shard` is a part of `flat`.
+
+    `positions` are the parameters' numbers in the optimizer, `group_index` their parameter group.
+    `shard_grad`: the mean over ranks of the gradients of this rank's shard, once it is reduced.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        positions: Sequence[int],
+        group_index: int,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self.params, self.positions, self.group_index = list(params), list(positions), group_index
+        self.group = group
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.layout = ShardLayout(tuple(p.numel() for p in params), self.world_size)
+        self.pieces = self.layout.pieces(self.rank)
+        self.flat = torch.zeros(
+            self.layout.padded_numel, dtype=params[0].dtype, device=params[0].device
+        )
+        for param, view in zip(params, self.views(self.flat), strict=True):
+            view.copy_(param.detach())
+            param.data = view
+        self.shard_grad: Tensor | None = None
+
+    @property
+    def shard(self) -> Tensor:
+        return self.flat.chunk(self.world_size)[self.rank] if self.flat.numel() else self.flat
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """The parts of a tensor of this bucket's layout, one shaped like each parameter."""
+        return unflatten(flat[: self.layout.offsets[-1]], self.params)
+
+    def new_flat(self) -> Tensor:
+        """An uninitialised tensor of this bucket's layout, but for its padding, which is zero."""
+        flat = torch.empty_like(self.flat)
+        flat[self.layout.offsets[-1] :].zero_()
+        return flat
+
+    def start_reduce(self, flat_grad: Tensor, *, scaled: bool) -> StartedReduce:
+        """Begin to reduce gradients of this bucket's layout; see `StartedReduce.wait`.
+
+        `scaled`: they are divided by the number of ranks already.
+        """
+        shard = torch.empty_like(self.shard)
+        started = start_reduce_scatter(shard, flat_grad, self.group)
+        return StartedReduce(self, shard, started, scaled)
+
+    def start_gather(self) -> Started:
+        """Begin to write all ranks' shards into the model's parameters."""
+        return start_all_gather(self.flat, self.group)
+
+
+class StartedReduce:
+    """A reduce-scatter under way; its result is added to the bucket's `shard_grad` by `wait`."""
+
+    def __init__(
+        self, bucket: ShardedBucket, shard: Tensor, started: Started, scaled: bool
+    ) -> None:
+        self._bucket, self._shard, self._started, self._scaled = bucket, shard, started, scaled
+
+    def wait(self) -> ShardedBucket:
+        """Returns the bucket, whose `shard_grad` holds the mean, or what was there and the mean."""
+        self._started.wait()
+        bucket = self._bucket
+        mean = self._shard if self._scaled else self._shard.div_(bucket.world_size)
+        bucket.shard_grad = mean if bucket.shard_grad is None else bucket.shard_grad.add_(mean)
+        return bucket
+
+
+def must_scale_before(dtype: torch.dtype) -> bool:
+    """Whether a sum over ranks could overflow where their mean does not: divide before, then.
+
+    Else the shard is divided, which is n times less work.
+    """
+    return dtype == torch.float16
+
+
+def fill(views: Sequence[Tensor], grads: Sequence[Tensor | None], factor: float) -> None:
+    """Put gradients, times `factor`, into their places; what has none counts as zero."""
+    places, dense = [], []
+    for view, grad in zip(views, grads, strict=True):
+        if grad is None:
+            view.zero_()
+        elif grad.is_sparse:
+            view.zero_().add_(grad.detach())
+        else:
+            places.append(view)
+            dense.append(grad.detach())
+    if places:
+        torch._foreach_copy_(places, dense)
+    if factor != 1:
+        torch._foreach_mul_(list(views), factor)
