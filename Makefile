@@ -2,7 +2,8 @@
 
 VENV ?= .venv
 PY = "$(VENV)/bin/python"
-RUN = OMP_NUM_THREADS=1 $(PY)
+# Hundreds of processes import torch: bytecode is kept, even where the user keeps none.
+RUN = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY)
 NBVAL = --nbval-lax --nbval-current-env --nbval-cell-timeout=120
 export VENV PYTHON TORCH_INDEX
 

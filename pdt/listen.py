@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -31,15 +31,7 @@ def listen(
     or when the function that is returned is called. Raises ValueError for a parameter that another
     listener hears already.
     """
-    for name, param in named_params:
-        hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
-        for hook in hooks.values():
-            heard_by = hook.args[0]() if _is_ours(hook) else None
-            if heard_by is not None:
-                raise ValueError(
-                    f"the gradient of {name!r} is averaged already, by a {type(heard_by).__name__}:"
-                    " drop the wrapper or optimizer that does it first (del), or go on with it"
-                )
+    check_unheard(named_params)
     params = [param for _, param in named_params]
     if grad_dtype is not None:
         for param in params:
@@ -50,6 +42,22 @@ def listen(
         for key, param in zip(keys or range(len(params)), params, strict=True)
     ]
     return weakref.finalize(listener, _release, handles, params, grad_dtype)
+
+
+def check_unheard(named_params: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """ValueError for a parameter that a listener hears already."""
+    for name, param in named_params:
+        hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
+        for hook in hooks.values():
+            heard_by = hook.args[0]() if _is_ours(hook) else None
+            if heard_by is not None:
+                cls = type(heard_by)
+                package = cls.__module__.rpartition(".")[0]
+                raise ValueError(
+                    f"the gradient of {name!r} is averaged already, by a {cls.__name__} of "
+                    f"{package}: drop the wrapper or optimizer that does it first (del), or go on "
+                    "with it"
+                )
 
 
 def _is_ours(hook: Any) -> bool:

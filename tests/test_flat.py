@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pdt.flat import flatten, is_dense, offsets, unflatten, view_like
+from pdt.flat import ShardLayout, flatten, is_dense, offsets, unflatten, view_like
 
 
 def numbered(*shape: int) -> Tensor:
@@ -157,3 +157,56 @@ def test_any_tensors_make_the_round_trip(many: list[Tensor]) -> None:
         assert torch.equal(part, tensor)
         assert part.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
         assert not is_dense(tensor) or part.stride() == tensor.stride()
+
+
+# The layout of shards
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> ShardLayout:
+    numels = draw(st.lists(st.integers(0, 9), max_size=6))
+    return ShardLayout(tuple(numels), draw(st.integers(1, 7)))
+
+
+@settings(max_examples=200, deadline=None)
+@given(layouts())
+def test_shards_are_equal_and_hold_every_element_once(layout: ShardLayout) -> None:
+    seen = [[0] * numel for numel in layout.numels]
+    for rank in range(layout.n):
+        for piece in layout.pieces(rank):
+            assert 0 <= piece.offset < piece.offset + piece.numel <= layout.shard_numel
+            assert piece.in_shard == slice(piece.offset, piece.offset + piece.stop - piece.start)
+            where = rank * layout.shard_numel + piece.offset
+            assert where == layout.offsets[piece.index] + piece.start
+            for i in range(piece.start, piece.stop):
+                seen[piece.index][i] += 1
+    assert all(count == 1 for counts in seen for count in counts)
+    assert layout.padded_numel == layout.n * layout.shard_numel
+
+
+@settings(max_examples=200, deadline=None)
+@given(layouts())
+def test_padding_is_less_than_a_rank_each_and_at_the_end(layout: ShardLayout) -> None:
+    padding = layout.padded_numel - sum(layout.numels)
+    assert 0 <= padding < layout.n
+    held = [sum(piece.numel for piece in layout.pieces(rank)) for rank in range(layout.n)]
+    assert sum(held) == sum(layout.numels)
+    assert held == sorted(held, reverse=True)  # what is not full is behind what is
+
+
+@settings(max_examples=200, deadline=None)
+@given(layouts())
+def test_pieces_lie_side_by_side_in_the_order_of_the_tensors(layout: ShardLayout) -> None:
+    for rank in range(layout.n):
+        end, last = 0, -1
+        for piece in layout.pieces(rank):
+            assert piece.offset == end
+            assert piece.index > last
+            end, last = piece.offset + piece.numel, piece.index
+
+
+def test_with_more_shards_than_elements_some_hold_padding_alone() -> None:
+    layout = ShardLayout((1, 0, 1), 4)
+    assert [len(layout.pieces(rank)) for rank in range(4)] == [1, 1, 0, 0]
+    assert (layout.shard_numel, layout.padded_numel) == (1, 4)
+    assert ShardLayout((), 3).padded_numel == ShardLayout((0, 0), 3).padded_numel == 0

@@ -1,18 +1,22 @@
 """The graders, graded: a stub fails with advice, a mutant for its reason, a solution passes."""
 
+import ast
+import dis
 import importlib
 import pkgutil
 import sys
 from functools import cache
 from pathlib import Path
+from types import CodeType
 
 import cloudpickle
 import pytest
+from IPython.core.inputtransformer2 import TransformerManager
 
 import pdt.grade
 from pdt.grade.exercise import exercises
 from pdt.grade.judge import OWN, RETURNS, WRITTEN, grade
-from pdt.grade.notebook import harvest
+from pdt.grade.notebook import code_cells, harvest
 from pdt.grade.session import Session, Submission
 from tests.mutants import lessons, load
 
@@ -22,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 OF_ALL = (WRITTEN, RETURNS, OWN)
 TASKS = [(slug, exercise) for slug in lessons() for exercise in exercises(slug)]
 MUTANTS = [(slug, wrong) for slug in lessons() for wrong in load(slug)]
-FIRST = {(slug, wrong.exercise): wrong for slug, wrong in reversed(MUTANTS)}  # of each exercise
+FIRST = dict(reversed(MUTANTS))  # of each lesson: the quick ones
 POISONS = [(slug, exercise, name) for slug, exercise in TASKS for name in exercise.poison]
 
 each_task = pytest.mark.parametrize(
@@ -36,11 +40,32 @@ def session():
         yield live
 
 
+def names_in(code):
+    """The global names that this code uses or binds, and what is defined in it."""
+    nested = [const for const in code.co_consts if isinstance(const, CodeType)]
+    return set(code.co_names).union(*map(names_in, nested))
+
+
+def definitions(path, names):
+    """The notebook's statements, compiled, that bind these names and what they use."""
+    body = ast.parse("\n".join(code_cells(path))).body
+    codes = [compile(ast.Module([each], []), str(path), "exec") for each in body]
+    bound = [{i.argval for i in dis.get_instructions(c) if i.opname == "STORE_NAME"} for c in codes]
+    needed, kept = set(names), set()
+    while more := [i for i, own in enumerate(bound) if i not in kept and own & needed]:
+        kept.update(more)
+        needed.update(*(names_in(codes[i]) for i in more))
+    return [codes[i] for i in sorted(kept)]
+
+
 @cache
 def submissions(folder, slug):
-    """What the notebook of this lesson hands in, by exercise; it runs once."""
+    """What the notebook of this lesson hands in, by exercise; what only shows it is not run."""
     names = [exercise.name for exercise in exercises(slug)]
-    return harvest(ROOT / folder / f"{slug}.ipynb", names)
+    notebook = {"__name__": "__main__"}
+    for code in definitions(ROOT / folder / f"{slug}.ipynb", names):
+        exec(code, notebook)
+    return {name: Submission.of(notebook[name]) for name in names}
 
 
 def borrows(name):
@@ -85,7 +110,7 @@ def test_every_mutant_belongs_to_an_exercise():
     [
         pytest.param(
             *(slug, wrong),
-            marks=[] if wrong is FIRST[slug, wrong.exercise] else pytest.mark.slow,
+            marks=[] if wrong is FIRST[slug] else pytest.mark.slow,
             id=f"{slug}.{wrong.__name__}",
         )
         for slug, wrong in MUTANTS
@@ -108,7 +133,7 @@ def test_the_packages_twin_cannot_do_the_work(session, slug, exercise, name):
 @pytest.mark.slow
 @each_task
 def test_an_untouched_stub_fails_with_advice(session, slug, exercise):
-    stub = submissions("exercises", slug).submissions[exercise.name]
+    stub = submissions("exercises", slug)[exercise.name]
     report = grade(exercise.name, exercise, stub, session)
     assert report.failed == [WRITTEN], report.text()
     assert f"you have not written {exercise.name} yet" in report.text()
@@ -117,7 +142,23 @@ def test_an_untouched_stub_fails_with_advice(session, slug, exercise):
 @pytest.mark.slow
 @each_task
 def test_the_solution_passes(session, slug, exercise):
-    found = submissions("solutions", slug)
-    assert found.problem == ""
-    report = grade(exercise.name, exercise, found.submissions[exercise.name], session)
+    report = grade(exercise.name, exercise, submissions("solutions", slug)[exercise.name], session)
     assert report.passed, report.text()
+
+
+@pytest.mark.parametrize("slug", lessons())
+def test_a_solution_is_the_same_without_jupyter(slug):
+    """So nbval, which runs it from top to bottom, speaks for `python -m pdt grade`, too."""
+    for source in code_cells(ROOT / "solutions" / f"{slug}.ipynb"):
+        assert TransformerManager().transform_cell(source).strip() == source.strip()
+
+
+@pytest.mark.slow
+def test_a_whole_solution_passes_from_its_file(session):
+    slug = "02_collectives"
+    names = [exercise.name for exercise in exercises(slug)]
+    found = harvest(ROOT / "solutions" / f"{slug}.ipynb", names)
+    assert found.problem == ""
+    for exercise in exercises(slug):
+        report = grade(exercise.name, exercise, found.submissions[exercise.name], session)
+        assert report.passed, report.text()

@@ -113,6 +113,13 @@ def test_a_mesh_fills_the_part_that_a_rank_holds():
     assert [label.get_text() for label in ax.get_yticklabels()] == ["rank 0", "rank 1"]
 
 
+def test_kinds_without_a_look_are_told_apart_in_a_mesh():
+    held = {"samples": [[1]], "gradients": [[1]], "sums": [[1]]}
+    ax = plot.mesh(None, held)
+    filled = [p.get_facecolor() for p in ax.patches if p.get_facecolor()[:3] != (1, 1, 1)]
+    assert len(set(filled)) == 3
+
+
 @pytest.mark.parametrize(
     ("held", "says"),
     [

@@ -103,14 +103,6 @@ def test_a_killed_parent_leaves_nothing(backend):
 
 
 @linux
-def test_a_parent_that_ends_normally_leaves_nothing_and_says_nothing():
-    process, pids = parent("")
-    assert rest(process) == ("", "")
-    assert process.returncode == 0
-    assert gone(pids)
-
-
-@linux
 def test_an_interrupt_reaches_the_parent_and_not_the_ranks():
     process, pids = parent(
         """
@@ -126,80 +118,84 @@ def test_an_interrupt_reaches_the_parent_and_not_the_ranks():
     assert gone(pids)
 
 
-@linux
-def test_a_killed_server_takes_its_ranks_along_and_is_replaced():
-    process, pids = parent(
-        """
-        import signal
-        from pdt import RankError
-        os.kill(fork_server()._process.pid, signal.SIGKILL)
-        time.sleep(0.5)
-        try:
-            ranks.run(dist.get_rank)
-        except RankError as error:
-            print(error.kind, flush=True)
-        print(ranks.run(dist.get_rank), flush=True)
-        """
-    )
-    assert rest(process) == ("died\n[0, 1]\n", "")
-    assert gone(pids)
+# Says what became of each stage, in a line of its own.
+LIFE = """
+import signal
+from pdt import RankError
+print("threads", len(os.listdir(f"/proc/{fork_server()._process.pid}/task")))
+def count():
+    return len(os.listdir("/proc/self/fd"))
+before = count()
+for _ in range(3):
+    with Ranks(3, backend="gloo") as more:
+        pids = more.run(os.getpid)
+print("closed", count() - before, [pid for pid in pids if os.path.exists(f"/proc/{pid}")])
+sys.stdout.flush()
+pid = os.fork()
+if pid == 0:
+    try:
+        ranks.run(os.getpid)
+    except RuntimeError as error:
+        print("foreign", "fork of it" in str(error))
+    with Ranks(1, backend="gloo") as own:
+        print("own", own.run(dist.get_rank), flush=True)
+    os._exit(0)
+os.waitpid(pid, 0)
+print("after", ranks.run(dist.get_rank))
+torch.set_num_threads(4)
+big = torch.randn(600, 600)
+(big @ big).sum()
+with Ranks(2, backend="gloo") as more:
+    print("multiplied", more.run(lambda: (big @ big).shape))
+os.kill(fork_server()._process.pid, signal.SIGKILL)
+time.sleep(0.5)
+try:
+    ranks.run(dist.get_rank)
+except RankError as error:
+    print("killed", error.kind)
+print("replaced", ranks.run(dist.get_rank))
+print("pids", fork_server()._process.pid, *ranks.run(os.getpid))
+"""
+
+
+@pytest.fixture(scope="module")
+def life() -> dict[str, str]:
+    """What a parent says of itself, from its start to its normal end, by stage."""
+    process, pids = parent(LIFE)
+    output, errors = rest(process)
+    lines = dict(line.split(" ", 1) for line in output.splitlines())
+    pids += map(int, lines.get("pids", "").split())
+    return {**lines, "end": f"{process.returncode} {errors!r} {gone(pids)}"}
 
 
 @linux
-def test_closing_leaves_no_descriptor_and_no_process():
-    process, _ = parent(
-        """
-        ranks.close()
-        def count():
-            return len(os.listdir("/proc/self/fd"))
-        before = count()
-        for _ in range(3):
-            with Ranks(3, backend="gloo") as more:
-                pids = more.run(os.getpid)
-        print(count() - before, [pid for pid in pids if os.path.exists(f"/proc/{pid}")])
-        """
-    )
-    assert rest(process) == ("0 []\n", "")
+def test_a_killed_server_takes_its_ranks_along_and_is_replaced(life):
+    assert (life["killed"], life["replaced"]) == ("died", "[0, 1]")
 
 
 @linux
-def test_the_server_has_one_thread_so_forking_it_is_safe():
-    process, _ = parent("print(len(os.listdir(f'/proc/{fork_server()._process.pid}/task')))")
-    assert rest(process) == ("1\n", "")
+def test_a_parent_that_ends_normally_leaves_nothing_and_says_nothing(life):
+    assert life["end"] == "0 '' True"
 
 
 @linux
-def test_ranks_work_after_the_parent_has_used_many_threads():
-    process, _ = parent(
-        """
-        torch.set_num_threads(4)
-        big = torch.randn(600, 600)
-        (big @ big).sum()
-        with Ranks(2, backend="gloo") as more:
-            print(more.run(lambda: (big @ big).shape))
-        """
-    )
-    assert rest(process) == ("[torch.Size([600, 600]), torch.Size([600, 600])]\n", "")
+def test_closing_leaves_no_descriptor_and_no_process(life):
+    assert life["closed"] == "0 []"
 
 
 @linux
-def test_a_fork_of_the_parent_cannot_use_its_ranks_but_can_make_its_own():
-    process, _ = parent(
-        """
-        pid = os.fork()
-        if pid == 0:
-            try:
-                ranks.run(os.getpid)
-            except RuntimeError as error:
-                print("fork of it" in str(error), flush=True)
-            with Ranks(1, backend="gloo") as own:
-                print(own.run(dist.get_rank), flush=True)
-            os._exit(0)
-        os.waitpid(pid, 0)
-        print(ranks.run(dist.get_rank), flush=True)
-        """
-    )
-    assert rest(process) == ("True\n[0]\n[0, 1]\n", "")
+def test_the_server_has_one_thread_so_forking_it_is_safe(life):
+    assert life["threads"] == "1"
+
+
+@linux
+def test_ranks_work_after_the_parent_has_used_many_threads(life):
+    assert life["multiplied"] == "[torch.Size([600, 600]), torch.Size([600, 600])]"
+
+
+@linux
+def test_a_fork_of_the_parent_cannot_use_its_ranks_but_can_make_its_own(life):
+    assert (life["foreign"], life["own"], life["after"]) == ("True", "[0]", "[0, 1]")
 
 
 def test_a_start_that_fails_is_an_error_with_the_reason(monkeypatch):

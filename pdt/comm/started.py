@@ -54,7 +54,7 @@ def start_all_gather(whole: Tensor, group: Group = None) -> Started:
     if n == 1 or whole.numel() == 0:
         return Started((), (), _nothing)
     shards = whole.chunk(n)
-    if _sends_messages(whole, group):
+    if sends_messages(whole, group):
         peers = [(rank + k) % n for k in range(1, n)]
         sends = [(shards[rank], peer) for peer in peers]
         works: Sequence[Any] = post(sends, [(shards[peer], peer) for peer in peers], group)
@@ -63,30 +63,35 @@ def start_all_gather(whole: Tensor, group: Group = None) -> Started:
     return Started(works, (whole,), _nothing)
 
 
-def start_reduce_scatter(shard: Tensor, whole: Tensor, group: Group = None) -> Started:
+def start_reduce_scatter(
+    shard: Tensor, whole: Tensor, group: Group = None, *, inbox: Tensor | None = None
+) -> Started:
     """Rank r's `shard` will hold the sum of all ranks' shard r of `whole`.
 
     A rank sends (n-1)/n of `whole`. By messages, the sum runs in the order of the ranks for every
     element, and fp16 and bf16 are summed in fp32 and rounded once, so a result does not depend on
-    which elements travel together; the others' terms wait in a buffer of (n-1)/n of `whole`.
+    which elements travel together. The others' terms wait in `inbox`, n-1 shards that nobody
+    touches meanwhile, made here if it is not given.
     """
     rank, n = place(group)
     if n == 1 or whole.numel() == 0:
         shard.copy_(whole)
         return Started((), (), _nothing)
-    if not _sends_messages(whole, group):
+    if not sends_messages(whole, group):
         work = _reduce_scatter(shard, whole, group=group, async_op=True)
         return Started([work], (shard, whole), _nothing)
     parts = whole.chunk(n)
-    inbox = whole.new_empty(n - 1, shard.numel())
+    boxes = (whole.new_empty((n - 1) * shard.numel()) if inbox is None else inbox).chunk(n - 1)
     peers = [(rank + k) % n for k in range(1, n)]
-    terms = {peer: inbox[i] for i, peer in enumerate(peers)} | {rank: parts[rank]}
+    terms = {rank: parts[rank], **dict(zip(peers, boxes, strict=True))}
     works = post(
         [(parts[peer], peer) for peer in peers], [(terms[peer], peer) for peer in peers], group
     )
     in_order = [terms[r] for r in range(n)]
-    return Started(works, (shard, whole, inbox), lambda: sum_in_order(in_order, shard))
+    return Started(works, (shard, whole, *boxes), lambda: sum_in_order(in_order, shard))
 
 
-def _sends_messages(tensor: Tensor, group: Group) -> bool:
+def sends_messages(tensor: Tensor, group: Group) -> bool:
+    """Whether these collectives are made of messages for this tensor; a reduction needs an `inbox`
+    only then."""
     return dist.get_backend(group).endswith("gloo") and tensor.device.type == "cpu"

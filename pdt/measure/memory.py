@@ -96,8 +96,6 @@ class Ledger:
     ) -> None:
         """Take in more models and optimizers, also while open."""
         models, optimizers = _several(model), _several(optimizer)
-        # ZeroRedundancyOptimizer leaves the states with the optimizer that it wraps
-        optimizers += [o.optim for o in optimizers if hasattr(o, "optim")]
         self._models += models
         self._optimizers += optimizers
         if self._state == "open":
@@ -192,7 +190,7 @@ class Ledger:
             self._name(parameter, "parameters", _PARAMETER)
         for buffer in (b for model in self._models for b in model.buffers()):
             self._name(buffer, "other", 0)
-        for optimizer in self._optimizers:
+        for optimizer in _with_inner(self._optimizers):
             groups = getattr(optimizer, "param_groups", [])
             held = [p for group in groups for p in group["params"]]
             kind = "optimizer states" if self._models else "parameters"
@@ -201,6 +199,8 @@ class Ledger:
             for tensor in tensors_in(dict(getattr(optimizer, "state", {}))):
                 self._name(tensor, "optimizer states", _STATE)
             parameters += held
+            for tensor in tensors_in([b.shard_grad for b in getattr(optimizer, "buckets", ())]):
+                self._name(tensor, "gradients", _GRADIENT)
         for parameter in parameters:
             self._name_gradient(parameter)
 
@@ -209,7 +209,8 @@ class Ledger:
             if parameter.requires_grad and parameter.is_leaf:
                 hook = parameter.register_post_accumulate_grad_hook(self._name_gradient)
                 self._hooks.callback(hook.remove)
-        for stepper in (o for o in optimizers if isinstance(o, torch.optim.Optimizer)):
+        inner = (o for o in _with_inner(optimizers) if isinstance(o, torch.optim.Optimizer))
+        for stepper in inner:
             # before the step the gradients are complete, after it the states are there
             for register in (stepper.register_step_pre_hook, stepper.register_step_post_hook):
                 self._hooks.callback(register(lambda *_: self._scan()).remove)
@@ -226,11 +227,13 @@ class Ledger:
         storages = [self._log.see(part) for part in plain_tensors(tensor)]
         for storage in storages:
             self._log.save(storage)
-        return partial(self._release, storages)
+        return partial(self._log.release, *storages)
 
-    def _release(self, storages: list[Any]) -> None:
-        for storage in storages:
-            self._log.release(storage)
+
+def _with_inner(optimizers: list[Any]) -> list[Any]:
+    """Also those that ZeroRedundancyOptimizer or pdt.zero's wrap: they hold the states."""
+    wrapped = [(o, getattr(o, "optim", None), *getattr(o, "optims", ())) for o in optimizers]
+    return [optimizer for several in wrapped for optimizer in several if optimizer is not None]
 
 
 def _several(value: Any) -> list[Any]:

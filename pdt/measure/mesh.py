@@ -1,13 +1,14 @@
 """The picture at the top of a lesson: what each rank holds of each thing."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from pdt.measure.style import FAINT, INK, look, new_axes, use_style
+from pdt.measure.style import FAINT, INK, LOOKS, Look, new_axes, use_style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+_SPARE = ("parameters", "gradients", "optimizer states", "activations", "buckets", "other")
 _GAP = 0.8  # between the blocks of two kinds, in cells
 
 
@@ -22,20 +23,21 @@ def mesh(
     """Draw a block per kind: a row for each rank, a cell for each piece of the kind.
 
     `held[kind][rank][piece]` is the part of the piece that the rank holds: 1 fills the cell, 0
-    leaves it empty, and a part between fills as much of its width. `labels[kind]` names the pieces
-    inside their cells, `ranks` the rows (default "rank 0"...). Raises ValueError when the rows of
+    leaves it empty, and a part between fills as much of its width. A kind without a look of its own
+    takes one that is free. `labels[kind]` names the pieces inside their cells, `ranks` the rows
+    (default "rank 0"...). Raises ValueError when the rows of
     a kind differ in length, the kinds in their number of ranks, or a part lies outside 0 to 1.
     """
     num_ranks = _checked(held)
     if ax is None:
         ax = new_axes(0.5 + 0.3 * max(num_ranks, 1))
-    left = 0.0
+    left, looks = 0.0, _looks(held)
     for kind, rows in held.items():
         texts = (labels or {}).get(kind, [])
         for row, parts in enumerate(rows):
             for piece, part in enumerate(parts):
                 text = texts[piece] if piece < len(texts) else ""
-                _cell(ax, (left + piece, row), part, kind, text)
+                _cell(ax, (left + piece, row), part, looks[kind], text)
         width = max(map(len, rows), default=0)
         ax.text(left + width / 2, -0.2, kind, ha="center", va="bottom", fontsize=9)
         left += width + _GAP
@@ -50,6 +52,12 @@ def mesh(
     return ax
 
 
+def _looks(kinds: Collection[str]) -> dict[str, Look]:
+    """A look for each kind: its own, or one that no other kind of the picture has."""
+    free = iter([*(name for name in _SPARE if name not in kinds), *["other"] * len(kinds)])
+    return {kind: LOOKS[kind if kind in LOOKS else next(free)] for kind in kinds}
+
+
 def _checked(held: Mapping[str, Sequence[Sequence[float]]]) -> int:
     heights = {kind: len(rows) for kind, rows in held.items()}
     if len(set(heights.values())) > 1:
@@ -62,12 +70,11 @@ def _checked(held: Mapping[str, Sequence[Sequence[float]]]) -> int:
     return next(iter(heights.values()), 0)
 
 
-def _cell(ax: "Axes", corner: tuple[float, float], part: float, kind: str, text: str) -> None:
+def _cell(ax: "Axes", corner: tuple[float, float], part: float, chosen: Look, text: str) -> None:
     from matplotlib.patches import Rectangle
 
     x, y = corner[0] + 0.05, corner[1] + 0.09
     width, height = 0.9, 0.82
-    chosen = look(kind)
     ax.add_patch(
         Rectangle((x, y), width, height, facecolor="white", edgecolor=FAINT, linewidth=0.8)
     )

@@ -89,11 +89,12 @@ class StorageLog:
                 storage.first_save = len(self.events)
             self._note(storage)
 
-    def release(self, storage: Storage) -> None:
-        """The graph dropped one hold on `storage`."""
-        storage.saves -= 1
-        if storage.saves == 0 and storage.ref is not None:
-            self._note(storage)
+    def release(self, *storages: Storage) -> None:
+        """The graph dropped one hold on each."""
+        for storage in storages:
+            storage.saves -= 1
+            if storage.saves == 0 and storage.ref is not None:
+                self._note(storage)
 
     def close(self) -> None:
         """Stop following; the log stays as it is."""

@@ -8,5 +8,6 @@ optimizer of that shard, `states` what is saved and loaded.
 
 from pdt.zero.zero1 import Zero1
 from pdt.zero.zero2 import Zero2
+from pdt.zero.zero3 import fully_shard
 
-__all__ = ["Zero1", "Zero2"]
+__all__ = ["Zero1", "Zero2", "fully_shard"]

@@ -13,15 +13,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pdt.comm.started import Started, start_all_gather, start_reduce_scatter
+from pdt.comm.started import Started, sends_messages, start_all_gather, start_reduce_scatter
 from pdt.flat import ShardLayout, unflatten
+from pdt.zero.scratch import Scratch
 
 
 class ShardedBucket:
     """`flat` and the place of each parameter in it; this rank's `shard` is a part of `flat`.
 
     `positions` are the parameters' numbers in the optimizer, `group_index` their parameter group.
-    `shard_grad`: the mean over ranks of the gradients of this rank's shard, once it is reduced.
+    `shard_grad`: the mean over ranks of the gradients of this rank's shard, once it is reduced;
+    several of them are added in `sum_dtype`, by default that of the parameters.
     """
 
     def __init__(
@@ -30,8 +32,12 @@ class ShardedBucket:
         positions: Sequence[int],
         group_index: int,
         group: dist.ProcessGroup | None,
+        sum_dtype: torch.dtype | None = None,
+        scratch: Scratch | None = None,
     ) -> None:
+        self.scratch = scratch or Scratch()
         self.params, self.positions, self.group_index = list(params), list(positions), group_index
+        self.sum_dtype = sum_dtype or params[0].dtype
         self.group = group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.layout = ShardLayout(tuple(p.numel() for p in params), self.world_size)
@@ -48,24 +54,36 @@ class ShardedBucket:
     def shard(self) -> Tensor:
         return self.flat.chunk(self.world_size)[self.rank] if self.flat.numel() else self.flat
 
+    def moved(self) -> list[int]:
+        """Indices of the parameters that are no longer views into `flat`."""
+        begin, step = self.flat.data_ptr(), self.flat.element_size()
+        starts = zip(self.params, self.layout.offsets, strict=False)
+        places = [(p.data_ptr(), begin + offset * step) for p, offset in starts]
+        return [i for i, (a, b) in enumerate(places) if a != b and self.params[i].numel()]
+
     def views(self, flat: Tensor) -> list[Tensor]:
         """The parts of a tensor of this bucket's layout, one shaped like each parameter."""
         return unflatten(flat[: self.layout.offsets[-1]], self.params)
 
     def new_flat(self) -> Tensor:
         """An uninitialised tensor of this bucket's layout, but for its padding, which is zero."""
-        flat = torch.empty_like(self.flat)
+        flat = self._take(self.layout.padded_numel)
         flat[self.layout.offsets[-1] :].zero_()
         return flat
 
     def start_reduce(self, flat_grad: Tensor, *, scaled: bool) -> StartedReduce:
         """Begin to reduce gradients of this bucket's layout; see `StartedReduce.wait`.
 
-        `scaled`: they are divided by the number of ranks already.
+        `flat_grad` is of `new_flat`, and given up; `scaled`: divided by the number of ranks.
         """
-        shard = torch.empty_like(self.shard)
-        started = start_reduce_scatter(shard, flat_grad, self.group)
-        return StartedReduce(self, shard, started, scaled)
+        shard, inbox = torch.empty_like(self.shard), None
+        if sends_messages(flat_grad, self.group):
+            inbox = self._take((self.world_size - 1) * self.layout.shard_numel)
+        started = start_reduce_scatter(shard, flat_grad, self.group, inbox=inbox)
+        return StartedReduce(self, shard, started, scaled, [flat_grad, inbox])
+
+    def _take(self, numel: int) -> Tensor:
+        return self.scratch.take(numel, self.flat.dtype, self.flat.device)
 
     def start_gather(self) -> Started:
         """Begin to write all ranks' shards into the model's parameters."""
@@ -76,16 +94,25 @@ class StartedReduce:
     """A reduce-scatter under way; its result is added to the bucket's `shard_grad` by `wait`."""
 
     def __init__(
-        self, bucket: ShardedBucket, shard: Tensor, started: Started, scaled: bool
+        self,
+        bucket: ShardedBucket,
+        shard: Tensor,
+        started: Started,
+        scaled: bool,
+        lent: Sequence[Tensor | None],
     ) -> None:
         self._bucket, self._shard, self._started, self._scaled = bucket, shard, started, scaled
+        self._lent = lent
 
     def wait(self) -> ShardedBucket:
         """Returns the bucket, whose `shard_grad` holds the mean, or what was there and the mean."""
         self._started.wait()
-        bucket = self._bucket
+        bucket, lent = self._bucket, [buffer for buffer in self._lent if buffer is not None]
         mean = self._shard if self._scaled else self._shard.div_(bucket.world_size)
-        bucket.shard_grad = mean if bucket.shard_grad is None else bucket.shard_grad.add_(mean)
+        before = bucket.shard_grad
+        bucket.shard_grad = mean if before is None else before.to(bucket.sum_dtype).add_(mean)
+        for buffer in lent:
+            bucket.scratch.give(buffer)
         return bucket
 
 

@@ -7,6 +7,7 @@ What is saved has the form of torch's `state_dict`: "state" by the parameter's n
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,16 +17,16 @@ from torch import Tensor
 from pdt.comm.started import start_all_gather
 from pdt.flat import Piece, view_like
 from pdt.zero.bucket import ShardedBucket
-from pdt.zero.update import ShardUpdate, is_sharded
+from pdt.zero.update import Run, ShardUpdate, is_sharded
 
 if TYPE_CHECKING:
-    from pdt.zero.zero1 import Zero1
+    from pdt.zero.sharded import ShardedOptimizer
 
 MASTER = "master_param"  # the optimizer's own copy of a parameter, where it has one
 
 
 @torch.no_grad()
-def gather(optimizer: Zero1) -> dict[str, Any]:
+def gather(optimizer: ShardedOptimizer) -> dict[str, Any]:
     """Every rank holds the whole state dict. One all-gather a bucket and state, and one of small
     values a bucket."""
     ids = _ids(optimizer)
@@ -40,7 +41,7 @@ def gather(optimizer: Zero1) -> dict[str, Any]:
     return {"state": dict(sorted(states.items())), "param_groups": groups}
 
 
-def _ids(optimizer: Zero1) -> dict[int, int]:
+def _ids(optimizer: ShardedOptimizer) -> dict[int, int]:
     """Each parameter's number: in the order of the groups, as torch counts."""
     ids: dict[int, int] = {}
     for group in optimizer.param_groups:
@@ -54,7 +55,7 @@ def _gather_bucket(bucket: ShardedBucket, update: ShardUpdate) -> dict[int, dict
     own = {
         piece.index: _small(update, state, run.param.numel()) | _sharded_names(update, state, run)
         for run in update.runs
-        if (state := update.optim.state.get(run.param))
+        if (state := update.optim.state.get(run.param, {})) or update.is_finer(run)
         for piece in run.pieces
     }
     told: list[Any] = [None] * bucket.world_size
@@ -109,7 +110,7 @@ def _gather_state(
 
 
 @torch.no_grad()
-def scatter(optimizer: Zero1, state_dict: dict[str, Any]) -> None:
+def scatter(optimizer: ShardedOptimizer, state_dict: dict[str, Any]) -> None:
     """Each rank keeps what lies in its shards."""
     saved_groups, groups = state_dict["param_groups"], optimizer.param_groups
     lengths = [[len(g["params"]) for g in each] for each in (saved_groups, groups)]
@@ -121,7 +122,7 @@ def scatter(optimizer: Zero1, state_dict: dict[str, Any]) -> None:
     saved: dict[int, dict[str, Any]] = {}  # by the parameter's id
     for saved_group, group in zip(saved_groups, groups, strict=True):
         settings = {k: v for k, v in saved_group.items() if k not in ("params", "param_names")}
-        group.update(settings)
+        group.update(deepcopy(settings))
         for number, param in zip(saved_group["params"], group["params"], strict=True):
             if number in state_dict["state"]:
                 saved[id(param)] = state_dict["state"][number]
@@ -147,7 +148,6 @@ def _check_shapes(
 def _load_bucket(
     update: ShardUpdate, states: Sequence[dict[str, Any] | None], elementwise: set[str]
 ) -> None:
-    params = update.bucket.params
 
     def history(piece: Piece) -> Any:
         """What the pieces of one run must have in common."""
@@ -157,21 +157,30 @@ def _load_bucket(
         return {k: None if k in elementwise else _plain(v) for k, v in state.items()}
 
     update.reset(history)
-    for run in update.runs:
-        state = states[run.pieces[0].index]
-        if state is None:
-            continue
-        loaded = {}
-        for key, value in state.items():
-            if key not in elementwise:
-                loaded[key] = value.clone() if isinstance(value, Tensor) else value
-                continue
+    update.load([_state_of(update, run, states, elementwise) for run in update.runs])
+
+
+def _state_of(
+    update: ShardUpdate,
+    run: Run,
+    states: Sequence[dict[str, Any] | None],
+    elementwise: set[str],
+) -> dict[str, Any] | None:
+    """A run's part of its parameters' states; what it has of the master copy is in place then."""
+    params, state = update.bucket.params, states[run.pieces[0].index]
+    if state is None:
+        return None
+    loaded = {}
+    for key, value in state.items():
+        if key in elementwise:
             parts = [_part(states[p.index], key, params[p.index], p) for p in run.pieces]
-            loaded[key] = torch.cat(parts).to(run.param.device)
-        master = loaded.pop(MASTER, None)
-        if master is not None and update.has_master:
-            run.param.copy_(master)
-        update.optim.state[run.param] = loaded
+            loaded[key] = torch.cat(parts)
+        else:
+            loaded[key] = value.clone() if isinstance(value, Tensor) else value
+    master = loaded.pop(MASTER, None)
+    if master is not None and update.has_master:
+        run.param.copy_(master)
+    return loaded
 
 
 def _plain(value: Any) -> Any:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from pdt.flat import Piece
 from pdt.zero.bucket import ShardedBucket
 
+RUN_NUMEL = 1 << 18  # an optimizer's temporaries of this size stay in the processor's cache
 NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")  # of torch.optim
 
 
@@ -54,7 +55,7 @@ class ShardUpdate:
         shard = bucket.shard
         copies = master_dtype not in (None, shard.dtype)
         self.master = shard.to(master_dtype) if copies else shard
-        self.runs = [Run(bucket.pieces, self.master)] if bucket.pieces else []
+        self.runs = [Run(pieces, self.master) for pieces in short(bucket.pieces)]
         params = [run.param for run in self.runs] or [nn.Parameter(shard.new_empty(0))]
         self.optim = optimizer_class([{"params": params, **settings}], **defaults)
         self._defaults = defaults
@@ -63,6 +64,11 @@ class ShardUpdate:
     def has_master(self) -> bool:
         return self.master.dtype != self.bucket.flat.dtype
 
+    def is_finer(self, run: Run) -> bool:
+        """Whether the master copy knows more of this run's parameters than they show."""
+        shown = self.bucket.shard[run.in_shard]
+        return self.has_master and not torch.equal(shown.to(self.master.dtype), run.param)
+
     def step(self, used: Sequence[bool], settings: Mapping[str, Any]) -> None:
         """One step with the bucket's `shard_grad`, for those of its parameters that are `used`."""
         grad = self.bucket.shard_grad
@@ -70,6 +76,8 @@ class ShardUpdate:
             return
         self.split(lambda piece: used[piece.index])
         self.optim.param_groups[0].update(settings)
+        if self.has_master:
+            self._follow_shard()
         for run in self.runs:
             if used[run.pieces[0].index]:
                 run.param.grad = grad[run.in_shard].to(run.param.dtype)
@@ -78,6 +86,12 @@ class ShardUpdate:
             run.param.grad = None
         if self.has_master:
             self.bucket.shard.copy_(self.master)
+
+    def _follow_shard(self) -> None:
+        """Take over what has been written to the parameters since: loaded, say, or averaged."""
+        shard = self.bucket.shard
+        differs = self.master.to(shard.dtype) != shard
+        torch.where(differs, shard, self.master, out=self.master)
 
     def split(self, key: Callable[[Piece], Any]) -> None:
         """Part the runs so that all pieces of one have the same `key(piece)`."""
@@ -88,17 +102,29 @@ class ShardUpdate:
         self._set_runs(runs)
 
     def reset(self, key: Callable[[Piece], Any]) -> None:
-        """Forget all states, and make the longest runs whose pieces have the same `key(piece)`."""
-        self.optim.state.clear()
+        """Begin with new states, and with runs whose pieces have the same `key(piece)`."""
         parts = [list(part) for _, part in groupby(self.bucket.pieces, key)]
-        self._set_runs([Run(part, self.master) for part in parts])
+        self._set_runs([Run(pieces, self.master) for part in parts for pieces in short(part)])
+        self.optim.state.clear()
+        if self.runs:
+            self.optim.state.update(self._like([run.param for run in self.runs]).state)
+
+    def load(self, states: Sequence[dict[str, Any] | None]) -> None:
+        """The state of each run, in the dtypes and on the devices that torch gives them."""
+        packed = self.optim.state_dict()
+        packed["state"] |= {i: state for i, state in enumerate(states) if state is not None}
+        self.optim.load_state_dict(packed)
+
+    def _like(self, params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+        """An optimizer like the one underneath, for these."""
+        settings = {k: v for k, v in self.optim.param_groups[0].items() if k != "params"}
+        return type(self.optim)([{"params": params, **settings}], **self._defaults)
 
     def elementwise_states(self) -> set[str]:
         """The names of the states that have an element for each of the parameter's: of a trial."""
-        trial = nn.Parameter(torch.zeros(2))
-        trial.grad = torch.zeros(2)
-        settings = {k: v for k, v in self.optim.param_groups[0].items() if k != "params"}
-        optim = type(self.optim)([{"params": [trial], **settings}], **self._defaults)
+        trial = nn.Parameter(self.master.new_zeros(2))
+        trial.grad = self.master.new_zeros(2)
+        optim = self._like([trial])
         optim.step()
         return {name for name, value in optim.state[trial].items() if is_sharded(value, 2)}
 
@@ -123,6 +149,22 @@ class ShardUpdate:
             begin = end
             made.append(part)
         return made
+
+
+def short(pieces: Iterable[Piece]) -> list[list[Piece]]:
+    """Pieces that lie side by side, parted into stretches of RUN_NUMEL elements at most."""
+    stretches: list[list[Piece]] = []
+    room = 0
+    for piece in pieces:
+        start, offset = piece.start, piece.offset
+        while start < piece.stop:
+            if room == 0:
+                stretches.append([])
+                room = RUN_NUMEL
+            stop = min(piece.stop, start + room)
+            stretches[-1].append(Piece(piece.index, start, stop, offset))
+            room, offset, start = room - (stop - start), offset + (stop - start), stop
+    return stretches
 
 
 def is_sharded(value: Any, numel: int) -> bool:
