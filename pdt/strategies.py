@@ -8,16 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from pdt.buckets import assign_buckets
 from pdt.comm.cost import wire_nbytes
 from pdt.ddp import DDP
 from pdt.ddp.shared import SharedOptimizer, SharedParameters
 from pdt.ddp.shared_memory import slice_cuts
-from pdt.flat import offsets
+from pdt.flat import ShardLayout, offsets
+from pdt.zero import Zero1, Zero2, fully_shard
+from pdt.zero.calls import DIGEST_BITS
+from pdt.zero.update import short
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
@@ -104,6 +109,66 @@ def _ddp_wire_nbytes(model: nn.Module, n: int) -> float:
     return wire_nbytes("all_reduce", nbytes, n)
 
 
+def shard_units(model: nn.Module) -> nn.Module:
+    """Stage 3: each block is a unit, and the rest of the model."""
+    for block in model.get_submodule("blocks").children():
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def _layouts(model: nn.Module, n: int, *, stage: int) -> list[ShardLayout]:
+    """Of what is reduced and gathered together: buckets, or in stage 3 units, the root last."""
+    params = trained(model)
+    if stage < 3:
+        plan = assign_buckets(params, bucket_cap_mb=25.0, first_bucket_mb=25.0)
+        together = [[params[i] for i in bucket.params] for bucket in plan]
+    else:
+        together = [trained(block) for block in model.get_submodule("blocks").children()]
+        in_blocks = {id(param) for block in together for param in block}
+        together.append([param for param in params if id(param) not in in_blocks])
+    return [ShardLayout(tuple(p.numel() for p in part), n) for part in together]
+
+
+def zero_nbytes(model: nn.Module, n: int, *, stage: int) -> dict[str, int]:
+    """What rank 0 holds of a model in fp32: 1/n of the states, from stage 2 on of the gradients
+    too, in stage 3 of all, as buffers that are padded to n equal shards. AdamW counts its steps by
+    flat tensor, or in stage 3 by parameter."""
+    params, layouts = trained(model), _layouts(model, n, stage=stage)
+    shard = 4 * sum(layout.shard_numel for layout in layouts)
+    own = 4 * sum(piece.numel for layout in layouts for piece in layout.pieces(0))
+    flat_tensors = sum(len(short(layout.pieces(0))) for layout in layouts)
+    return {
+        "parameters": shard if stage == 3 else n * shard,
+        "gradients": sum(param.nbytes for param in params) if stage == 1 else shard,
+        "optimizer states": 2 * own + 4 * (len(params) if stage == 3 else flat_tensors),
+    }
+
+
+def _zero_wire_nbytes(model: nn.Module, n: int, *, stage: int) -> float:
+    """(n-1)/n of the gradients, and of the parameters each time that they are gathered: once, in
+    stage 3 twice but for the root's own; and flags of a byte by which the ranks agree."""
+    nbytes = [4 * layout.padded_numel for layout in _layouts(model, n, stage=stage)]
+    gathered = sum(nbytes) + (sum(nbytes[:-1]) if stage == 3 else 0)
+    flags = len(trained(model)) * (2 if stage == 2 else 1)
+    if stage == 3:
+        flags += len(nbytes) + 2 * DIGEST_BITS
+    sent = wire_nbytes("reduce_scatter", sum(nbytes), n) + wire_nbytes("all_gather", gathered, n)
+    return sent + wire_nbytes("all_reduce", flags, n)
+
+
+def _zero(
+    stage: int,
+    wrap: Callable[..., nn.Module] = lambda model: model,
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+) -> Strategy:
+    return Strategy(
+        wrap=wrap,
+        optimizer=optimizer,
+        held_nbytes=partial(zero_nbytes, stage=stage),
+        step_wire_nbytes=partial(_zero_wire_nbytes, stage=stage),
+    )
+
+
 STRATEGIES = {
     "single": Strategy(distributed=False),
     "naive": Strategy(
@@ -118,4 +183,7 @@ STRATEGIES = {
         held_nbytes=shared_nbytes,
         one_copy=("parameters", "gradients"),
     ),
+    "zero1": _zero(1, optimizer=partial(Zero1, optimizer_class=torch.optim.AdamW)),
+    "zero2": _zero(2, optimizer=partial(Zero2, optimizer_class=torch.optim.AdamW)),
+    "zero3": _zero(3, wrap=shard_units),
 }

@@ -6,8 +6,9 @@ around a module. `bucket` is a flat buffer of parameters and this rank's shard o
 optimizer of that shard, `states` what is saved and loaded.
 """
 
+from pdt.zero.scaler import ShardedGradScaler
 from pdt.zero.zero1 import Zero1
 from pdt.zero.zero2 import Zero2
 from pdt.zero.zero3 import fully_shard
 
-__all__ = ["Zero1", "Zero2", "fully_shard"]
+__all__ = ["ShardedGradScaler", "Zero1", "Zero2", "fully_shard"]

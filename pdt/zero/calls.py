@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pdt.zero.flat_params import StartedMean
+from pdt.zero.reduction import Reduction
 from pdt.zero.script import GATHER, REDUCE, Call, Script, first_difference
 from pdt.zero.unit import Unit
 
@@ -35,7 +35,7 @@ class Calls:
         self.digest = 0
         self._recent: list[Call] = []
         self._ahead: list[Unit] = []  # whose gather has been started ahead of use
-        self._reducing: deque[list[StartedMean]] = deque()
+        self._reducing: deque[list[Reduction]] = deque()
 
     @property
     def device(self) -> torch.device:
@@ -81,7 +81,7 @@ class Calls:
             unit.start_gather()
         elif self.reduces:
             self.make_room()
-            self._reducing.append([f.start_reduce() for f in unit.sharded if f.is_trained])
+            self._reducing.append([Reduction(f) for f in unit.sharded if f.is_trained])
 
     def play_rest(self) -> None:
         """Make the calls of the script that have not been wanted."""

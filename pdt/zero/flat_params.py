@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pdt.comm.started import Started, start_all_gather, start_reduce_scatter
-from pdt.flat import Piece, ShardLayout, is_dense, view_like
+from pdt.comm.started import Started, start_all_gather
+from pdt.flat import Piece, ShardLayout, is_dense, unflatten
 from pdt.zero.bucket import fill, must_scale_before
 from pdt.zero.sharded_parameter import ShardedParameter
 
@@ -49,7 +49,12 @@ class FlatParams:
         is_real = first.dtype.is_floating_point
         self.dtype = param_dtype if is_real and param_dtype else first.dtype
         self.reduce_dtype = reduce_dtype if is_real and reduce_dtype else self.dtype
-        self._forms = [torch.empty_like(param, device="meta") for param in self.params]
+        self._forms = [  # shape, strides, offset
+            (view.shape, view.stride(), view.storage_offset())
+            for view in unflatten(
+                torch.empty(self.layout.offsets[-1], dtype=first.dtype, device="meta"), self.params
+            )
+        ]
         self._allocate(first.device)
         self.flat_grad: Tensor | None = None  # of what has come and is not reduced
         self.has_grad = [False] * len(self.params)  # in this backward, or unreduced from before
@@ -63,6 +68,7 @@ class FlatParams:
         self.shard = torch.zeros(numel, dtype=dtype, device=device)
         self._slices = _slices(self.layout.pieces(self._place), len(self.params))
         self._sharded = self._pieces(self.shard)
+        self._addresses = [piece.data_ptr() for piece in self._sharded]
         self._allocate_flat(self.dtype)
 
     def _allocate_flat(self, dtype: torch.dtype) -> None:
@@ -125,14 +131,13 @@ class FlatParams:
 
         RuntimeError when their memory was replaced meanwhile.
         """
-        for name, param, piece in zip(self.names, self.params, self._sharded, strict=True):
-            if param.data_ptr() != piece.data_ptr() or param.dtype != piece.dtype:
+        for i, (param, whole) in enumerate(zip(self.params, self._whole, strict=True)):
+            param.__class__ = nn.Parameter  # first, for the guard costs time
+            if param.data_ptr() != self._addresses[i]:
                 raise RuntimeError(
-                    f"the memory of {name} was replaced after fully_shard (by model.to(...), or "
-                    ".data = ...): do it before"
+                    f"the memory of {self.names[i]} was replaced after fully_shard (by "
+                    "model.to(...), or .data = ...): do it before"
                 )
-        for param, whole in zip(self.params, self._whole, strict=True):
-            param.__class__ = nn.Parameter
             param.data = whole
 
     def hide(self) -> None:
@@ -189,11 +194,9 @@ class FlatParams:
         flat_grad[self.layout.offsets[-1] :].zero_()
         return flat_grad
 
-    def _views(self, flat_grad: Tensor) -> list[Tensor]:
-        return [
-            view_like(flat_grad, offset, whole)
-            for offset, whole in zip(self.layout.offsets, self._forms, strict=False)
-        ]
+    def _views(self, flat: Tensor) -> list[Tensor]:
+        """Of a new tensor with the layout of `flat`, the parts in the parameters' shapes."""
+        return [flat.as_strided(*form) for form in self._forms]
 
     def take_flat_grad(self) -> Tensor:
         """What has been collected, to be reduced; nothing counts as zero."""
@@ -204,18 +207,12 @@ class FlatParams:
             flat_grad.div_(self.world_size)
         return flat_grad
 
-    def start_reduce(self) -> StartedMean:
-        """Begin to reduce what has been collected."""
-        flat_grad = self.take_flat_grad()
-        shard = flat_grad.new_empty(self.layout.shard_numel)
-        return StartedMean(self, shard, start_reduce_scatter(shard, flat_grad, self.group))
-
     def add_sum(self, total: Tensor) -> None:
         """The shard of one reduction in this backward, of what `take_flat_grad` gave on all ranks;
-        it is written to."""
-        if not must_scale_before(total.dtype):
-            total.div_(self.world_size)
-        mean = total.to(self.shard.dtype)
+        it is copied."""
+        scaled = must_scale_before(total.dtype)
+        mean = total.clone() if scaled else total / self.world_size
+        mean = mean.to(self.shard.dtype)
         self._mean = mean if self._mean is None else self._mean.add_(mean)
 
     def hand_out(self, used: Sequence[bool]) -> None:
@@ -235,22 +232,6 @@ class FlatParams:
         """Drop what an unfinished backward has left, but for what was there before it."""
         self.flat_grad, self._mean = None, None
         self.hand_out([False] * len(self.params))
-
-
-class StartedMean:
-    """A reduction under way."""
-
-    def __init__(self, flat: FlatParams, shard: Tensor, started: Started) -> None:
-        self._flat, self._shard, self._started = flat, shard, started
-
-    def abandon(self) -> None:
-        """Wait, and forget the result."""
-        self._started.wait()
-
-    def wait(self) -> None:
-        """The mean is added to those of this backward."""
-        self._started.wait()
-        self._flat.add_sum(self._shard)
 
 
 def _slices(pieces: Sequence[Piece], count: int) -> list[slice]:

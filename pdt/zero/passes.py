@@ -188,7 +188,7 @@ class Passes:
             dist.all_reduce(grads, group=self.group)
             totals = grads.split([flat.shard.numel() for flat in flats])
             for flat, total in zip(flats, totals, strict=True):
-                flat.add_sum(total.clone())
+                flat.add_sum(total)
 
     def abandon_backward(self) -> None:
         """It ended in an exception: keep what was accumulated before it."""

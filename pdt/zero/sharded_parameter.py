@@ -28,18 +28,17 @@ class ShardedParameter(nn.Parameter):
     def __torch_function__(
         cls,
         func: Any,
-        types: Sequence[Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        types: tuple[Any, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            try:
-                result = func(*args, **(kwargs or {}))
-            except (RuntimeError, IndexError, ValueError) as error:
-                name = _name(args, kwargs)
-                raise RuntimeError(f"{error} [{name} is sharded: {ADVICE}]") from error
-            if torch.is_grad_enabled() and (_has_graph(result) or func in _GRADIENTS):
-                raise RuntimeError(f"{_name(args, kwargs)} is sharded: {ADVICE}")
+        try:
+            result = _run(func, types, args, kwargs or {})
+        except (RuntimeError, IndexError, ValueError) as error:
+            name = _name(args, kwargs)
+            raise RuntimeError(f"{error} [{name} is sharded: {ADVICE}]") from error
+        if torch.is_grad_enabled() and (_has_graph(result) or func in _GRADIENTS):
+            raise RuntimeError(f"{_name(args, kwargs)} is sharded: {ADVICE}")
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
@@ -56,6 +55,7 @@ class ShardedParameter(nn.Parameter):
 _foreach_utils._foreach_supported_types.append(ShardedParameter)  # type: ignore[arg-type]
 
 
+_run = torch._C._disabled_torch_function_impl
 _GRADIENTS = {torch.autograd.grad, torch.autograd.backward}
 
 

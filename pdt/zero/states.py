@@ -137,7 +137,7 @@ def scatter(optimizer: ShardedOptimizer, state_dict: dict[str, Any]) -> None:
 def _check_shapes(
     name: str, param: Tensor, state: dict[str, Any] | None, elementwise: set[str]
 ) -> None:
-    for key in elementwise & (state or {}).keys():
+    for key in sorted(elementwise & (state or {}).keys()):
         if state and state[key].shape != param.shape:
             raise ValueError(
                 f"{key!r} of {name} was saved in the shape {tuple(state[key].shape)}, the "
