@@ -90,7 +90,7 @@ def test_one_process_trains_and_writes_its_curve(
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("strategy", ["naive", "ddp", "shared"])
+@pytest.mark.parametrize("strategy", ["naive", "ddp", "shared", "zero1", "zero2", "zero3"])
 def test_ranks_train_as_one_process_does(
     tiny: list[str], pool: Callable[..., Any], world_size: int, strategy: str
 ) -> None:
