@@ -805,3 +805,30 @@ def test_a_model_on_meta_is_filled_one_unit_at_a_time(pool: Any) -> None:
         assert not torch.equal(_whole(model)[0], _whole(whole)[0])
 
     pool(2).run(run)
+
+
+def test_units_without_a_common_root(pool: Any) -> None:
+    def run() -> tuple[list[Any], Tensor]:
+        from pdt.zero import fully_shard
+        from pdt.zero.zero3 import clip_grad_norm_, no_sync
+
+        model = _layers(2)
+        fully_shard(model[0])
+        with pytest.raises(ValueError, match=r"1\.0\.weight is in no unit"):
+            clip_grad_norm_(model, 1.0)
+        fully_shard(model[1])
+        x = _x(dist.get_rank())
+        for _ in range(2):
+            model.zero_grad()
+            with no_sync(model):
+                model(x).square().mean().backward()
+                assert all(p.grad is None for p in model.parameters())
+            model(x).square().mean().backward()
+        return _whole_grads(model), clip_grad_norm_(model, 1e9)
+
+    alone = _layers(2)
+    sum(alone(_x(rank)).square().mean() for rank in range(2)).backward()  # twice the mean
+    norm = nn.utils.clip_grad_norm_(alone.parameters(), 1e9)
+    for found, found_norm in pool(2).run(run):
+        _close(found, [p.grad for p in alone.parameters()])
+        torch.testing.assert_close(found_norm, norm, rtol=0, atol=1e-12)

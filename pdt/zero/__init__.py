@@ -2,7 +2,9 @@
 
 Rajbhandari et al. 2020 (arXiv:1910.02054): stage 1 shards the optimizer's states, stage 2 the
 gradients too, stage 3 the parameters as well. `zero1` and `zero2` are optimizers, `zero3` goes
-around a module. `bucket` is a flat buffer of parameters and this rank's shard of it, `update` the
+around a module, and has beside it `no_sync`, `clip_grad_norm_`, `gathered`,
+`register_forward_method` and `set_prefetch`; `deferred` builds what is too large for one rank.
+`bucket` is a flat buffer of parameters and this rank's shard of it, `update` the
 optimizer of that shard, `states` what is saved and loaded.
 """
 

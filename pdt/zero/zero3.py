@@ -149,10 +149,20 @@ def _join(module: nn.Module, group: dist.ProcessGroup | None) -> None:
     """From now on the units pass under this root."""
     names = {id(m): name for name, m in module.named_modules()}
     units = units_of(module)
+    for flat in (flat for unit in units for flat in unit.flats):
+        if flat.group is not group:
+            raise ValueError(
+                f"{flat.names[0]} is sharded over another group: pass the same to all calls"
+            )
     passes = Passes(units, group)
     for index, unit in enumerate(units):
         unit.index, unit.passes = index, passes
         unit.name = names[id(unit.module)] or "the root"
+
+
+def _roots_of(module: nn.Module) -> list[Passes]:
+    """Several, if the module itself is not sharded."""
+    return list(dict.fromkeys(unit.passes for unit in units_of(module)))
 
 
 @contextmanager
@@ -162,12 +172,15 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     The next backward outside takes the sums along. What counts is where the backward stands, and
     it counts for all units under the module's root.
     """
-    passes = units_of(module)[0].passes
-    before, passes.sync = passes.sync, False
+    roots = _roots_of(module)
+    before = [passes.sync for passes in roots]
+    for passes in roots:
+        passes.sync = False
     try:
         yield
     finally:
-        passes.sync = before
+        for passes, sync in zip(roots, before, strict=True):
+            passes.sync = sync
 
 
 @torch.no_grad()
@@ -177,14 +190,20 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """As torch's, of the whole gradient: every rank gets its norm, and scales its pieces alike."""
-    passes = units_of(module)[0].passes
-    flats = [flat for unit in passes.units for flat in unit.flats]
+    """As torch's, of the whole gradient: every rank gets its norm, and scales its pieces alike.
+
+    Of all units under the module's root. ValueError for a parameter that is in none.
+    """
+    for name, param in module.named_parameters():
+        if KEY not in param.__dict__ and param.requires_grad:
+            raise ValueError(f"{name} is in no unit, so it counts on no rank: fully_shard(module)")
+    roots = _roots_of(module)
+    flats = [flat for passes in roots for flat in passes.flats]
     shards = [p.grad for f in flats if not f.resident for p in f.params if p.grad is not None]
     whole = [p.grad for f in flats if f.resident for p in f.params if p.grad is not None]
     grads = shards + whole
     device = flats[0].shard.device if flats else torch.device("cpu")
-    norm = norm_over_ranks(shards, norm_type, passes.group, device=device, whole=whole)
+    norm = norm_over_ranks(shards, norm_type, roots[0].group, device=device, whole=whole)
     if error_if_nonfinite:
         check_finite(norm, norm_type)
     factor = clip_factor(norm, max_norm)
@@ -226,4 +245,5 @@ def set_prefetch(module: nn.Module, units: int) -> None:
     """How many units are gathered ahead of the one that is used, in all units under the root."""
     if units < 0:
         raise ValueError(f"units={units} must be 0 or more")
-    units_of(module)[0].passes.calls.prefetch = units
+    for passes in _roots_of(module):
+        passes.calls.prefetch = units
