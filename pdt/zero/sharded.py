@@ -41,7 +41,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.world_size = dist.get_world_size(group)
         self.buckets: list[ShardedBucket] = []
         self.updates: list[ShardUpdate] = []  # of each bucket
-        self._scratch = Scratch()
+        self.scratch = Scratch()
         self._class, self._arguments, self._master_dtype = optimizer_class, defaults, master_dtype
         self._known: list[nn.Parameter] = []  # by position, as are the lists below
         self.names: list[str] = []
@@ -130,7 +130,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for planned in assign_buckets(params, bucket_cap_mb=cap, first_bucket_mb=cap):
             held, positions = [params[i] for i in planned.params], planned.params
             numbers = [first + i for i in positions]
-            of = (group_index, self.group, self._master_dtype, self._scratch)
+            of = (group_index, self.group, self._master_dtype, self.scratch)
             self._add(ShardedBucket(held, numbers, *of))
 
     def _add(self, bucket: ShardedBucket) -> None:

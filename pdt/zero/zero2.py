@@ -119,7 +119,7 @@ class Zero2(Zero1):
 
     def _make_room(self) -> None:
         if len(self._in_flight) == IN_FLIGHT:
-            self._in_flight.popleft().wait()
+            self._in_flight.popleft().wait().keep_mean()
 
     def _send(self, filling: Filling) -> None:
         self._move(filling)
@@ -141,7 +141,7 @@ class Zero2(Zero1):
 
     def _wait(self) -> None:
         while self._in_flight:
-            self._in_flight.popleft().wait()
+            self._in_flight.popleft().wait().keep_mean()
 
     def _learn_order(self) -> None:
         """From now on buckets are sent in the order in which rank 0's were filled."""
@@ -157,7 +157,6 @@ class Zero2(Zero1):
     def _reset(self) -> None:
         self._task, self._next = None, 0
         self._in_flight.clear()
-        self._scratch.clear()
         for filling in self._fillings:
             filling.reset()
 
@@ -205,8 +204,11 @@ class Zero2(Zero1):
             param.grad = None
         return started
 
-    def _after_step(self) -> None:
+    def _after_update(self, bucket: ShardedBucket) -> None:
         """The means stay until `zero_grad`, as gradients do in torch."""
+        bucket.keep_mean()
+
+    def _after_step(self) -> None:
         self._has_stepped = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
