@@ -78,6 +78,32 @@ def test_ddp_s_figures_are_as_measured() -> None:
     assert "no higher" in line("its peak memory")
 
 
+@pytest.mark.parametrize(("stage", "name"), [(1, "Zero1"), (2, "Zero2"), (3, "fully_shard")])
+def test_zero_s_figures_are_as_measured(stage: int, name: str) -> None:
+    found = [row for row in rows("zero") if row["stage"] == stage]
+    said = []
+    for wire, place in (("gloo", "on gloo"), ("shm", "in shared memory"), ("link", "on a link")):
+        faster = {
+            (row["ranks"], row["model"]): 1 / row["pdt/torch"]
+            for row in found
+            if row["wire"].startswith(wire)
+        }
+        order = [(ranks, model) for ranks in (2, 4) for model in ("large", "small")]
+        times = ", ".join(f"{faster[key]:.1f}" for key in order)
+        said.append(f"{times}{' times as fast' if wire == 'gloo' else ''} {place}")
+    assert "; ".join(said) in line(f"a step with `{name}`")
+    assert all(row["held/formula"] == pytest.approx(1, abs=0.01) for row in found)
+
+
+def test_stage_3_s_peak_is_as_measured() -> None:
+    peaks = {
+        row["ranks"]: row["peak pdt/torch"]
+        for row in rows("zero")
+        if (row["stage"], row["wire"], row["model"]) == (3, "gloo", "large")
+    }
+    assert f"{peaks[2]:.2f} times on 2 ranks, {peaks[4]:.2f} times on 4" in line("memory on gloo")
+
+
 def test_what_the_readme_links_to_exists() -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", README):
         assert (ROOT / target).exists(), target

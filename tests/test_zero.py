@@ -312,6 +312,31 @@ def test_zero2_never_holds_more_gradients_than_its_shard_and_three_buckets(
         assert unit < most <= shard + 3 * per_bucket * unit
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_kept_buffers_change_no_bit_and_are_three_buckets_and_two_inboxes_at_most(
+    pool: Any, world_size: int, stage: int
+) -> None:
+    def run() -> tuple[bool, int, int]:
+        from pdt.zero import Zero1, Zero2
+
+        make, histories = (Zero1, Zero2)[stage - 1], []
+        for keep in (False, True):
+            model = _make("mlp")
+            optimizer = make(
+                model.parameters(), torch.optim.AdamW, bucket_cap_mb=0, keep_buffers=keep
+            )
+            histories.append(_train(model, optimizer, dist.get_rank(), dist.get_world_size()))
+        kept = sum(buffer.nbytes for buffer in optimizer._scratch._free)
+        largest = max(bucket.flat.nbytes for bucket in optimizer.buckets)
+        equal = [torch.equal(a, b) for a, b in zip(*histories, strict=True)]
+        return all(equal), kept, largest
+
+    for equal, kept, largest in pool(world_size).run(run):
+        assert equal
+        assert 0 < kept <= 5 * largest
+
+
 # Traffic
 
 

@@ -39,10 +39,9 @@ class Ledger:
     `model`, and every `nn.Parameter` that an operation touches; *gradients*, the `.grad` of these
     models' parameters; *optimizer states* of `optimizer`, and parameters that only it holds (fp32
     master copies); *activations*, what the graph keeps for backward, from birth until it lets go;
-    *buckets*, those that torch's DDP makes inside the ledger, those that `pdt.zero`'s optimizers
-    reduce gradients in, and what `tag` names so; *other*, the rest: inputs, buffers, temporaries.
-    `model` and `optimizer` may each be one or several. A model on the meta device is counted too,
-    as what the step would take.
+    *buckets*, those that torch's DDP makes inside the ledger, and what `tag` names so; *other*, the
+    rest: inputs, buffers, temporaries. `model` and `optimizer` may each be one or several. A model
+    on the meta device is counted too, as what the step would take.
 
     Not seen: scratch memory inside one operation, an allocator's rounding (see `allocator`), other
     threads than this one and its backwards, and older tensors until an operation touches them.
@@ -200,11 +199,8 @@ class Ledger:
             for tensor in tensors_in(dict(getattr(optimizer, "state", {}))):
                 self._name(tensor, "optimizer states", _STATE)
             parameters += held
-            buckets = getattr(optimizer, "buckets", ())  # of pdt.zero
-            for tensor in tensors_in([bucket.shard_grad for bucket in buckets]):
+            for tensor in tensors_in([b.shard_grad for b in getattr(optimizer, "buckets", ())]):
                 self._name(tensor, "gradients", _GRADIENT)
-            for tensor in tensors_in([[bucket.lent, *bucket.scratch.free] for bucket in buckets]):
-                self._name(tensor, "buckets", _TAGGED)
         for parameter in parameters:
             self._name_gradient(parameter)
 

@@ -35,7 +35,7 @@ class ShardedBucket:
         sum_dtype: torch.dtype | None = None,
         scratch: Scratch | None = None,
     ) -> None:
-        self.scratch = scratch or Scratch()
+        self.scratch = scratch or Scratch(keep=False)
         self.params, self.positions, self.group_index = list(params), list(positions), group_index
         self.sum_dtype = sum_dtype or params[0].dtype
         self.group = group
@@ -49,11 +49,10 @@ class ShardedBucket:
             view.copy_(param.detach())
             param.data = view
         self.shard_grad: Tensor | None = None
-        self.lent: Tensor | None = None  # the scratch buffer in which `shard_grad` lies, if it does
 
     @property
     def shard(self) -> Tensor:
-        return self.own_part(self.flat)
+        return self.flat.chunk(self.world_size)[self.rank] if self.flat.numel() else self.flat
 
     def moved(self) -> list[int]:
         """Indices of the parameters that are no longer views into `flat`."""
@@ -77,31 +76,11 @@ class ShardedBucket:
 
         `flat_grad` is of `new_flat`, and given up; `scaled`: divided by the number of ranks.
         """
-        inbox = None
+        shard, inbox = torch.empty_like(self.shard), None
         if sends_messages(flat_grad, self.group):
             inbox = self._take((self.world_size - 1) * self.layout.shard_numel)
-        mean = self.own_part(flat_grad)
-        started = start_reduce_scatter(mean, flat_grad, self.group, inbox=inbox)
-        return StartedReduce(self, flat_grad, started, scaled, inbox)
-
-    def keep_mean(self) -> None:
-        """Let `shard_grad` have memory of its own: what it was reduced in is free again."""
-        if self.lent is not None and self.shard_grad is not None:
-            self.shard_grad = self.shard_grad.clone()
-        self._give_back()
-
-    def forget_mean(self) -> None:
-        """There is no `shard_grad` any more."""
-        self.shard_grad = None
-        self._give_back()
-
-    def _give_back(self) -> None:
-        if self.lent is not None:
-            self.scratch.give(self.lent)
-        self.lent = None
-
-    def own_part(self, flat: Tensor) -> Tensor:
-        return flat.chunk(self.world_size)[self.rank] if flat.numel() else flat
+        started = start_reduce_scatter(shard, flat_grad, self.group, inbox=inbox)
+        return StartedReduce(self, shard, started, scaled, [flat_grad, inbox])
 
     def _take(self, numel: int) -> Tensor:
         return self.scratch.take(numel, self.flat.dtype, self.flat.device)
@@ -117,33 +96,24 @@ class StartedReduce:
     def __init__(
         self,
         bucket: ShardedBucket,
-        flat_grad: Tensor,
+        shard: Tensor,
         started: Started,
         scaled: bool,
-        inbox: Tensor | None,
+        lent: Sequence[Tensor | None],
     ) -> None:
-        self._bucket, self._flat_grad, self._inbox = bucket, flat_grad, inbox
-        self._started, self._scaled = started, scaled
+        self._bucket, self._shard, self._started, self._scaled = bucket, shard, started, scaled
+        self._lent = lent
 
     def wait(self) -> ShardedBucket:
-        """Returns the bucket, whose `shard_grad` holds the mean, or what was there and the mean.
-
-        A mean that is alone lies in a part of the scratch buffer, until the bucket keeps or forgets
-        it.
-        """
+        """Returns the bucket, whose `shard_grad` holds the mean, or what was there and the mean."""
         self._started.wait()
-        bucket = self._bucket
-        mean = bucket.own_part(self._flat_grad)
-        if not self._scaled:
-            mean.div_(bucket.world_size)
-        if bucket.shard_grad is None:
-            bucket.shard_grad, bucket.lent = mean, self._flat_grad
-        else:
-            bucket.keep_mean()
-            bucket.shard_grad = bucket.shard_grad.to(bucket.sum_dtype).add_(mean)
-            bucket.scratch.give(self._flat_grad)
-        if self._inbox is not None:
-            bucket.scratch.give(self._inbox)
+        bucket, lent, self._lent = self._bucket, self._lent, ()
+        mean = self._shard if self._scaled else self._shard.div_(bucket.world_size)
+        before = bucket.shard_grad
+        bucket.shard_grad = mean if before is None else before.to(bucket.sum_dtype).add_(mean)
+        for buffer in lent:
+            if buffer is not None:
+                bucket.scratch.give(buffer)
         return bucket
 
 

@@ -11,27 +11,30 @@ from torch import Tensor
 
 
 class Scratch:
-    """Flat buffers of one owner: `take` lends one, `give` returns it for the next taker.
+    """Flat buffers of one owner: `take` lends one, `give` returns it.
 
-    It keeps as many as were ever lent at the same time, and none that has become too small.
+    With `keep` it is there for the next taker: as many are kept as were ever lent at the same time,
+    and none that has become too small. Else its memory is free, and `take` makes a new one.
     """
 
-    def __init__(self) -> None:
-        self.free: list[Tensor] = []  # of bytes
+    def __init__(self, *, keep: bool) -> None:
+        self.keep = keep
+        self._free: list[Tensor] = []  # of bytes
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """An uninitialised 1-D tensor of `numel` elements, in the smallest buffer that fits."""
         nbytes = numel * dtype.itemsize
-        here = [b for b in self.free if b.device == device]
+        here = [b for b in self._free if b.device == device]
         fitting = [b for b in here if b.numel() >= nbytes]
         found = min(fitting or here, key=Tensor.numel, default=None)
         if found is not None:
-            self.free = [b for b in self.free if b is not found]
+            self._free = [b for b in self._free if b is not found]
         if found is None or not fitting:
             found = torch.empty(nbytes, dtype=torch.uint8, device=device)
         return found[:nbytes].view(dtype)
 
     def give(self, buffer: Tensor) -> None:
         """Nobody uses what `take` lent any more."""
-        whole = torch.empty(0, dtype=torch.uint8, device=buffer.device)
-        self.free.append(whole.set_(buffer.untyped_storage()))
+        if self.keep:
+            whole = torch.empty(0, dtype=torch.uint8, device=buffer.device)
+            self._free.append(whole.set_(buffer.untyped_storage()))

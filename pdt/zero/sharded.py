@@ -35,13 +35,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float = 25.0,
         master_dtype: torch.dtype | None = None,
+        keep_buffers: bool = False,
         **defaults: Any,
     ) -> None:
         self.group, self.bucket_cap_mb = group, bucket_cap_mb
         self.world_size = dist.get_world_size(group)
         self.buckets: list[ShardedBucket] = []
         self.updates: list[ShardUpdate] = []  # of each bucket
-        self.scratch = Scratch()
+        self._scratch = Scratch(keep=keep_buffers)
         self._class, self._arguments, self._master_dtype = optimizer_class, defaults, master_dtype
         self._known: list[nn.Parameter] = []  # by position, as are the lists below
         self.names: list[str] = []
@@ -130,7 +131,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for planned in assign_buckets(params, bucket_cap_mb=cap, first_bucket_mb=cap):
             held, positions = [params[i] for i in planned.params], planned.params
             numbers = [first + i for i in positions]
-            of = (group_index, self.group, self._master_dtype, self.scratch)
+            of = (group_index, self.group, self._master_dtype, self._scratch)
             self._add(ShardedBucket(held, numbers, *of))
 
     def _add(self, bucket: ShardedBucket) -> None:

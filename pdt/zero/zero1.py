@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pdt.zero.agree import any_rank, highest_of_ranks
-from pdt.zero.bucket import ShardedBucket, StartedReduce, fill, must_scale_before
+from pdt.zero.bucket import StartedReduce, fill, must_scale_before
 from pdt.zero.checks import check_in_place, check_unchanged, version
 from pdt.zero.norm import check_finite, clip_factor, norm_over_ranks
 from pdt.zero.sharded import ShardedOptimizer
@@ -36,8 +36,9 @@ class Zero1(ShardedOptimizer):
     `bucket_cap_mb` is in MiB. With `master_dtype` the optimizer works on a copy of its shard in
     that dtype (torch.float32 for bf16 parameters). The parameters' memory becomes part of flat
     buffers; their strides stay. A parameter that is listed twice counts once; one that does not
-    require a gradient has no state and no traffic in a step until it does. The buffers in which
-    two buckets are reduced are kept from step to step.
+    require a gradient has no state and no traffic in a step until it does. `keep_buffers` keeps the
+    buffers in which buckets are reduced from step to step, two buckets of gradients or three: a CPU
+    saves the time of making them anew, which can be as much as that of the reduction.
 
     Raises ValueError, the same on every rank, when the ranks' parameters, groups or arguments
     differ; and for an optimizer that is not elementwise, and for two parameters in the same memory.
@@ -59,7 +60,6 @@ class Zero1(ShardedOptimizer):
         for index, used in self._reduced():
             self.updates[index].step(used, self._settings(self.buckets[index]))
             gathers.append(self.buckets[index].start_gather())
-            self._after_update(self.buckets[index])
         for gather in gathers:
             gather.wait()
         updated = list(compress(self._known, self._used or []))
@@ -74,8 +74,8 @@ class Zero1(ShardedOptimizer):
 
         For what must look at the means first, as clipping does. All ranks must call it.
         """
-        for index, _ in self._reduced():
-            self.buckets[index].keep_mean()
+        for _ in self._reduced():
+            pass
         self._versions = [version(param) for param in self._known]
 
     def _reduced(self) -> Iterator[tuple[int, list[bool]]]:
@@ -129,16 +129,13 @@ class Zero1(ShardedOptimizer):
         fill(bucket.views(flat_grad), [param.grad for param in bucket.params], factor)
         return bucket.start_reduce(flat_grad, scaled=before)
 
-    def _after_update(self, bucket: ShardedBucket) -> None:
-        """The next step reduces what `.grad` holds then."""
-        bucket.forget_mean()
-
     def _after_step(self) -> None:
-        pass
+        """The next step reduces what `.grad` holds then."""
+        self._forget_means()
 
     def _forget_means(self) -> None:
         for bucket in self.buckets:
-            bucket.forget_mean()
+            bucket.shard_grad = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's."""

@@ -119,7 +119,7 @@ class Zero2(Zero1):
 
     def _make_room(self) -> None:
         if len(self._in_flight) == IN_FLIGHT:
-            self._in_flight.popleft().wait().keep_mean()
+            self._in_flight.popleft().wait()
 
     def _send(self, filling: Filling) -> None:
         self._move(filling)
@@ -141,7 +141,7 @@ class Zero2(Zero1):
 
     def _wait(self) -> None:
         while self._in_flight:
-            self._in_flight.popleft().wait().keep_mean()
+            self._in_flight.popleft().wait()
 
     def _learn_order(self) -> None:
         """From now on buckets are sent in the order in which rank 0's were filled."""
@@ -204,11 +204,8 @@ class Zero2(Zero1):
             param.grad = None
         return started
 
-    def _after_update(self, bucket: ShardedBucket) -> None:
-        """The means stay until `zero_grad`, as gradients do in torch."""
-        bucket.keep_mean()
-
     def _after_step(self) -> None:
+        """The means stay until `zero_grad`, as gradients do in torch."""
         self._has_stepped = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
