@@ -7,8 +7,8 @@ and gradients as views of buckets, and `keep_buffers`, since DDP keeps its own),
 FSDP2's `fully_shard`; fused AdamW and 8 samples a rank, so that the step is about communication;
 gloo, shared memory and an emulated link; a model of few large parameters and one of many small
 ones, each in 8 units for stage 3. For each: the ratio of step times (below 1: pdt is faster), the
-ratio of peak bytes by the ledger, which does not see what gloo allocates, and what a rank holds
-after a step against the paper's formula.
+ratio of peak bytes by the ledger (of tensors: what gloo allocates inside is not seen), and what a
+rank holds after a step against the paper's formula.
 """
 
 from __future__ import annotations

@@ -95,6 +95,11 @@ def test_zero_s_figures_are_as_measured(stage: int, name: str) -> None:
     assert all(row["held/formula"] == pytest.approx(1, abs=0.01) for row in found)
 
 
+def test_the_peaks_of_stages_1_and_2_are_as_measured() -> None:
+    peaks = [r["peak pdt/torch"] for r in rows("zero") if r["stage"] < 3 and r["wire"] == "gloo"]
+    assert f"is {min(peaks):.1f} to {max(peaks):.1f} times torch's" in line("these runs")
+
+
 def test_stage_3_s_peak_is_as_measured() -> None:
     peaks = {
         row["ranks"]: row["peak pdt/torch"]
