@@ -66,6 +66,35 @@ def test_what_is_not_finite_on_one_rank_is_skipped_on_all(
             assert [value for _, value in seen] == [[0.75], [0.75], [0.5], [0.25], [0.0]]
 
 
+@SIZES
+def test_stage_3_skips_on_all_ranks_what_is_not_finite_on_one(pool: Any, world_size: int) -> None:
+    def run() -> list[tuple[float, list[float]]]:
+        from pdt.zero import fully_shard
+        from pdt.zero.scaler import ShardedGradScaler
+        from pdt.zero.zero3 import gathered
+
+        rank, n = dist.get_rank(), dist.get_world_size()
+        model = nn.Linear(3, 1, bias=False)
+        nn.init.ones_(model.weight)
+        fully_shard(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+        scaler = ShardedGradScaler("cpu", init_scale=4.0, growth_interval=2)
+        seen = []
+        for step in range(5):
+            optimizer.zero_grad()
+            factor = float("inf") if step == 1 and rank == n - 1 else 1.0
+            scaler.scale(model(torch.full((3,), factor)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            with gathered(model):
+                seen.append((scaler.get_scale(), model.weight.flatten().tolist()))
+        return seen
+
+    for seen in pool(world_size).run(run):
+        assert [scale for scale, _ in seen] == [4.0, 2.0, 2.0, 4.0, 4.0]
+        assert [value for _, value in seen] == [[x] * 3 for x in (0.75, 0.75, 0.5, 0.25, 0.0)]
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 @SIZES
 def test_fp16_is_unscaled_in_the_master_s_dtype_and_clipped(
