@@ -271,7 +271,7 @@ def test_the_commands_of_the_readme_are_understood() -> None:
     commands = re.findall(r"^(?:python|OMP|bash|sbatch).*examples/\S+(.*)$", text, re.MULTILINE)
     flags = [[word for word in shlex.split(c) if word != "first-host"] for c in commands]
     strategies = {train.parse(train.STRATEGIES, f).strategy for f in flags}
-    assert len(commands) == 7
+    assert len(commands) == 10
     assert strategies == set(train.STRATEGIES)
 
 
