@@ -50,11 +50,14 @@ def _why_no_netns() -> str | None:
     return None if made.returncode == 0 else f"no network namespace: {made.stderr.strip()}"
 
 
+MANY_RANKS = ("test_ddp", "test_zero", "test_shm", "test_collectives")
+
+
 def _is_large_world(item: pytest.Item) -> bool:
-    """A test of DDP or ZeRO on three ranks or more: left to `make test`, two are quick."""
+    """A test of what ranks do together, on three or more: left to `make test`, two are quick."""
     params = getattr(getattr(item, "callspec", None), "params", {})
     sizes = [params.get(name, 0) for name in ("world_size", "n")]
-    return item.path.name.startswith(("test_ddp", "test_zero")) and max(sizes) > 2
+    return item.path.name.startswith(MANY_RANKS) and max(sizes) > 2
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
