@@ -832,3 +832,14 @@ def test_units_without_a_common_root(pool: Any) -> None:
     for found, found_norm in pool(2).run(run):
         _close(found, [p.grad for p in alone.parameters()])
         torch.testing.assert_close(found_norm, norm, rtol=0, atol=1e-12)
+
+
+def test_optimizers_take_their_fast_path_for_pieces() -> None:
+    """On a GPU; torch lists DTensor in the same two places."""
+    from torch.optim.optimizer import _foreach_supported_types as of_optimizers
+    from torch.utils._foreach_utils import _foreach_supported_types as of_utilities
+
+    from pdt.zero.sharded_parameter import ShardedParameter
+
+    assert ShardedParameter in of_optimizers
+    assert ShardedParameter in of_utilities

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _foreach_utils
+from torch.optim.optimizer import _foreach_supported_types as _of_optimizers
+from torch.utils._foreach_utils import _foreach_supported_types as _of_utilities
 
 ADVICE = (
     "each rank holds a piece of it, outside of its unit's forward and backward: use it in the "
@@ -51,8 +52,9 @@ class ShardedParameter(nn.Parameter):
         )
 
 
-# An optimizer takes its fast path for types that are listed there
-_foreach_utils._foreach_supported_types.append(ShardedParameter)  # type: ignore[arg-type]
+# On a GPU, optimizers and clipping take their fast path for the types that are listed there
+for _types in (_of_optimizers, _of_utilities):
+    _types.append(ShardedParameter)  # type: ignore[arg-type]
 
 
 _run = torch._C._disabled_torch_function_impl
