@@ -1,14 +1,16 @@
-"""Hooks on parameters, by which whoever reduces gradients hears that one has been accumulated."""
+"""What a wrapper listens to: gradients that autograd accumulates, tensors that a module returns."""
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 
 class Listener(Protocol):
@@ -85,3 +87,16 @@ def set_grad_dtype(param: nn.Parameter, dtype: torch.dtype) -> None:
     grad, param.grad = param.grad, None
     param.grad_dtype = dtype
     param.grad = grad if grad is None else grad.to(dtype)
+
+
+def output_tensors(output: Any) -> Iterator[Tensor]:
+    """The tensors in what a module returns: in nested containers and dataclasses."""
+    if isinstance(output, Tensor):
+        yield output
+        return
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            for item in dataclasses.fields(leaf):
+                yield from output_tensors(getattr(leaf, item.name))

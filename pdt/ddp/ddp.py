@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_leaves
 
 from pdt.buckets import Bucket
 from pdt.comm.replicate import broadcast, check_same, describe
@@ -21,6 +20,7 @@ from pdt.ddp.hooks import Hook, all_reduce_hook
 from pdt.ddp.join import BACKWARD, FORWARD, Join
 from pdt.ddp.reducer import Reducer
 from pdt.ddp.slots import Settings
+from pdt.listen import output_tensors
 
 
 class DDP(nn.Module):
@@ -85,7 +85,7 @@ class DDP(nn.Module):
         if torch._C._current_graph_task_id() == -1:  # a checkpoint's recomputation is no new step
             self._before_step()
         output = self.module(*args, **kwargs)
-        for tensor in _tensors(output):
+        for tensor in output_tensors(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(partial(self._reducer.begin, self._sync))
         return output
@@ -236,13 +236,3 @@ def _owners(module: nn.Module) -> list[tuple[dict[str, Any], str, nn.Parameter, 
         for name, param in child._parameters.items()
         if param is not None
     ]
-
-
-def _tensors(output: Any) -> Iterator[Tensor]:
-    """The tensors in nested containers and dataclasses."""
-    for leaf in tree_leaves(output):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            for item in dataclasses.fields(leaf):
-                yield from _tensors(getattr(leaf, item.name))

@@ -7,18 +7,18 @@ in the graph and autograd runs what is newer first.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
+from pdt.listen import output_tensors
 from pdt.zero.unit import Unit
 
 _NO_ERROR = object()
@@ -102,7 +102,7 @@ class Entry:
         failed = error is not None and error is not self._error
         self._error = _NO_ERROR
         if torch.is_grad_enabled():
-            for tensor in _tensors(output):
+            for tensor in output_tensors(output):
                 if tensor.grad_fn is not None:
                     tensor.register_hook(self._begin_backward)
         if _in_backward():
@@ -128,16 +128,3 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
         return leaf.to(dtype) if is_real else leaf
 
     return tree_map(cast, value)
-
-
-def _tensors(output: Any) -> Iterator[Tensor]:
-    """The tensors in nested containers and dataclasses."""
-    if isinstance(output, Tensor):
-        yield output
-        return
-    for leaf in tree_leaves(output):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            for item in dataclasses.fields(leaf):
-                yield from _tensors(getattr(leaf, item.name))
