@@ -128,6 +128,10 @@ def named_file(module):
     params = list(module.parameters())
     path = [os.path.join(tempfile.mkdtemp(prefix="one-copy-"), "parameters")]
     dist.broadcast_object_list(path, src=0)
+    if dist.get_rank() == 0:  # who makes the file longer writes a zero to its beginning
+        with open(path[0], "wb") as file:
+            file.truncate(4 * total_of(params))
+    dist.barrier()
     flat = torch.from_file(path[0], shared=True, size=total_of(params))
     if dist.get_rank() == 0:
         for param, place in laid_out(params, flat):
