@@ -129,7 +129,7 @@ def _layouts(model: nn.Module, n: int, *, stage: int) -> list[ShardLayout]:
     return [ShardLayout(tuple(p.numel() for p in part), n) for part in together]
 
 
-def zero_nbytes(model: nn.Module, n: int, *, stage: int) -> dict[str, int]:
+def sharded_nbytes(model: nn.Module, n: int, *, stage: int) -> dict[str, int]:
     """What rank 0 holds of a model in fp32: 1/n of the states, from stage 2 on of the gradients
     too, in stage 3 of all, as buffers that are padded to n equal shards. AdamW counts its steps by
     flat tensor, or in stage 3 by parameter."""
@@ -164,7 +164,7 @@ def _zero(
     return Strategy(
         wrap=wrap,
         optimizer=optimizer,
-        held_nbytes=partial(zero_nbytes, stage=stage),
+        held_nbytes=partial(sharded_nbytes, stage=stage),
         step_wire_nbytes=partial(_zero_wire_nbytes, stage=stage),
     )
 

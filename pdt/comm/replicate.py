@@ -20,12 +20,16 @@ PIECE_MB = 25.0  # of one broadcast
 def describe(module: nn.Module) -> list[str]:
     """One line per parameter and buffer: what must be the same on every rank."""
     return [
-        *(_line("parameter", n, p) for n, p in module.named_parameters(remove_duplicate=False)),
-        *(_line("buffer", n, b) for n, b in module.named_buffers(remove_duplicate=False)),
+        *(
+            describe_tensor("parameter", n, p)
+            for n, p in module.named_parameters(remove_duplicate=False)
+        ),
+        *(describe_tensor("buffer", n, b) for n, b in module.named_buffers(remove_duplicate=False)),
     ]
 
 
-def _line(kind: str, name: str, tensor: Tensor) -> str:
+def describe_tensor(kind: str, name: str, tensor: Tensor) -> str:
+    """One line: `parameter fc.weight (2, 3) float32, strides (3, 1), requires_grad`."""
     if is_lazy(tensor):
         return f"{kind} {name} without a shape"
     dtype = str(tensor.dtype).removeprefix("torch.")

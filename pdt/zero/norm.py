@@ -32,18 +32,30 @@ def norm_over_ranks(
     return torch.linalg.vector_norm(torch.stack(norms), norm_type)
 
 
-def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """As torch's `clip_grad_norm_`: at most 1."""
-    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+def clip_over_ranks(
+    shards: Sequence[Tensor],
+    max_norm: float,
+    norm_type: float,
+    group: dist.ProcessGroup | None,
+    *,
+    device: torch.device,
+    whole: Sequence[Tensor] = (),
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scales `shards` and `whole` as torch's `clip_grad_norm_` does; returns their norm before.
 
-
-def check_finite(norm: Tensor, norm_type: float) -> None:
-    """RuntimeError for a norm that is not finite: on every rank, since all hold the same."""
-    if not bool(torch.isfinite(norm)):
+    RuntimeError for a norm that is not finite, if asked: on every rank, since all hold the same.
+    """
+    norm = norm_over_ranks(shards, norm_type, group, device=device, whole=whole)
+    if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(
             f"the gradients' norm of order {norm_type} is {norm.item()}: skip this step on all "
             "ranks (zero_grad), or pass error_if_nonfinite=False"
         )
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for tensor in (*shards, *whole):
+        tensor.mul_(factor.to(tensor.device))
+    return norm
 
 
 def _norm(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from pdt.comm.started import start_reduce_scatter
+from pdt.comm.started import sends_messages, start_reduce_scatter
 from pdt.zero.flat_params import FlatParams
 
 
@@ -19,7 +19,7 @@ class Reduction:
         self._flat = flat
         flat_grad = flat.take_flat_grad()
         numel = flat.layout.shard_numel
-        if dist.get_backend(flat.group).endswith("gloo") and flat_grad.device.type == "cpu":
+        if sends_messages(flat_grad, flat.group):
             self._shard = flat_grad.narrow(0, dist.get_rank(flat.group) * numel, numel)
         else:
             self._shard = flat_grad.new_empty(numel)

@@ -1,4 +1,4 @@
-"""Buffers that are used again: fresh memory costs as much time as what is to be moved through it.
+"""Buffers that can be used again.
 
 The system hands out memory by pages, at the first touch of each, and takes large blocks back when
 they are freed; so a bucket that is allocated anew in every step pays for its pages every time.

@@ -13,7 +13,7 @@ from torch import Tensor
 from pdt.zero.agree import any_rank, highest_of_ranks
 from pdt.zero.bucket import StartedReduce, fill, must_scale_before
 from pdt.zero.checks import check_in_place, check_unchanged, version
-from pdt.zero.norm import check_finite, clip_factor, norm_over_ranks
+from pdt.zero.norm import clip_over_ranks
 from pdt.zero.sharded import ShardedOptimizer
 
 IN_FLIGHT = 2  # buckets that are reduced at the same time: one arrives while another is filled
@@ -37,8 +37,8 @@ class Zero1(ShardedOptimizer):
     that dtype (torch.float32 for bf16 parameters). The parameters' memory becomes part of flat
     buffers; their strides stay. A parameter that is listed twice counts once; one that does not
     require a gradient has no state and no traffic in a step until it does. `keep_buffers` keeps the
-    buffers in which buckets are reduced from step to step, two buckets of gradients or three: a CPU
-    saves the time of making them anew, which can be as much as that of the reduction.
+    buffers in which buckets are reduced from step to step, those of two or three buckets: on a CPU,
+    which pays for fresh memory page by page, a step is then faster.
 
     Raises ValueError, the same on every rank, when the ranks' parameters, groups or arguments
     differ; and for an optimizer that is not elementwise, and for two parameters in the same memory.
@@ -168,10 +168,11 @@ class Zero1(ShardedOptimizer):
         """
         self.reduce_gradients()
         means = [bucket.shard_grad for bucket in self.buckets if bucket.shard_grad is not None]
-        norm = norm_over_ranks(means, norm_type, self.group, device=self._device)
-        if error_if_nonfinite:
-            check_finite(norm, norm_type)
-        factor = clip_factor(norm, max_norm)
-        for mean in means:
-            mean.mul_(factor.to(mean.device))
-        return norm
+        return clip_over_ranks(
+            means,
+            max_norm,
+            norm_type,
+            self.group,
+            device=self._device,
+            error_if_nonfinite=error_if_nonfinite,
+        )

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from pdt.comm.replicate import broadcast, check_same, describe
+from pdt.comm.replicate import broadcast, check_same, describe_tensor
 from pdt.zero.checks import check_own_memory
 from pdt.zero.flat_params import FlatParams
 from pdt.zero.module_hooks import Entry
-from pdt.zero.norm import check_finite, clip_factor, norm_over_ranks
+from pdt.zero.norm import clip_over_ranks
 from pdt.zero.passes import Passes
 from pdt.zero.unit import KEY, Unit
 
@@ -36,7 +36,8 @@ def fully_shard(
     backward begins, and freed when that ends, while its gradients are reduced to their owners. The
     root's own stay from its forward to its backward, and so do any unit's with
     `reshard_after_forward=False`. A step sends 3(n-1)/n of the parameters' bytes, 2(n-1)/n for
-    those that stay, and a byte a parameter by which the ranks agree which have a gradient.
+    those that stay, and a few flags, a byte a parameter and a little more, by which the ranks agree
+    which have a gradient and that all made the same calls.
 
     The objects in `module.parameters()` stay the same for ever. Outside of a pass they are 1-D
     pieces of this rank's shard, as their gradients, so any elementwise optimizer, built at any
@@ -50,13 +51,7 @@ def fully_shard(
 
     Rajbhandari et al. 2020, section 5.3 (arXiv:1910.02054); torch/distributed/fsdp/_fully_shard.
     """
-    if KEY in module.__dict__:
-        raise ValueError("the module is sharded already: call fully_shard once for each module")
-    named = _own_params(module)
-    device = next((p.device for _, p in named), torch.device("cpu"))
-    check_same(_describe(module, named), group, _talks_on(device, group))
-    real = {name: p for name, p in named if p.device.type != "meta"}
-    check_own_memory([{"params": list(real.values()), "param_names": list(real)}])
+    named = _checked_params(module, group)
     flats = [
         FlatParams(part, group, param_dtype, reduce_dtype, resident=is_small)
         for is_small in (False, True)
@@ -76,6 +71,22 @@ def fully_shard(
     module.__dict__[KEY + "_entry"] = entry
     _join(module, group)
     return module
+
+
+def _checked_params(
+    module: nn.Module, group: dist.ProcessGroup | None
+) -> list[tuple[str, nn.Parameter]]:
+    """What the unit takes, the same on every rank."""
+    if KEY in module.__dict__:
+        raise ValueError("the module is sharded already: call fully_shard once for each module")
+    named = _own_params(module)
+    device = next((p.device for _, p in named), torch.device("cpu"))
+    lines = [describe_tensor("parameter", name, param) for name, param in named]
+    lines += [describe_tensor("buffer", name, buffer) for name, buffer in module.named_buffers()]
+    check_same(lines, group, _talks_on(device, group))
+    real = {name: p for name, p in named if p.device.type != "meta"}
+    check_own_memory([{"params": list(real.values()), "param_names": list(real)}])
+    return named
 
 
 def units_of(module: nn.Module) -> list[Unit]:
@@ -100,16 +111,6 @@ def _own_params(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
         if is_lazy(param):
             raise ValueError(f"parameter {name!r} has no shape yet: run one forward, then shard")
     return named
-
-
-def _describe(module: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -> list[str]:
-    """What must be the same on every rank."""
-    holder = nn.Module()
-    for name, param in named:
-        holder.register_parameter(name.replace(".", "/"), param)
-    for name, buffer in module.named_buffers():
-        holder.register_buffer(name.replace(".", "/"), buffer)
-    return [line.replace("/", ".") for line in describe(holder)]
 
 
 Kind = tuple[torch.dtype, torch.device, bool]
@@ -201,15 +202,16 @@ def clip_grad_norm_(
     flats = [flat for passes in roots for flat in passes.flats]
     shards = [p.grad for f in flats if not f.resident for p in f.params if p.grad is not None]
     whole = [p.grad for f in flats if f.resident for p in f.params if p.grad is not None]
-    grads = shards + whole
     device = flats[0].shard.device if flats else torch.device("cpu")
-    norm = norm_over_ranks(shards, norm_type, roots[0].group, device=device, whole=whole)
-    if error_if_nonfinite:
-        check_finite(norm, norm_type)
-    factor = clip_factor(norm, max_norm)
-    for grad in grads:
-        grad.mul_(factor.to(grad.device))
-    return norm
+    return clip_over_ranks(
+        shards,
+        max_norm,
+        norm_type,
+        roots[0].group,
+        device=device,
+        whole=whole,
+        error_if_nonfinite=error_if_nonfinite,
+    )
 
 
 @contextmanager
