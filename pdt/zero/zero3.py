@@ -36,8 +36,7 @@ def fully_shard(
     backward begins, and freed when that ends, while its gradients are reduced to their owners. The
     root's own stay from its forward to its backward, and so do any unit's with
     `reshard_after_forward=False`. A step sends 3(n-1)/n of the parameters' bytes, 2(n-1)/n for
-    those that stay, and a few flags, a byte a parameter and a little more, by which the ranks agree
-    which have a gradient and that all made the same calls.
+    those that stay, and a few bytes by which the ranks agree on what was used.
 
     The objects in `module.parameters()` stay the same for ever. Outside of a pass they are 1-D
     pieces of this rank's shard, as their gradients, so any elementwise optimizer, built at any
