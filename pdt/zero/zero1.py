@@ -135,7 +135,7 @@ class Zero1(ShardedOptimizer):
 
     def _forget_means(self) -> None:
         for bucket in self.buckets:
-            bucket.shard_grad = None
+            bucket.forget_mean()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's."""
