@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pdt.measure import intervals
 from pdt.measure.modules import module_spans
-from pdt.measure.timeline import LANES, Span, Timeline
+from pdt.measure.timeline import LANES, TRANSFERS, Span, Timeline
 
 pieces = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)).map(sorted).map(tuple))
 
@@ -75,7 +75,7 @@ def test_overlap_and_exposed_split_the_communication(some):
     overlap, exposed, compute = timeline.overlap(), timeline.exposed(), timeline.busy("compute")
     assert list(overlap) == sorted({span.rank for span in some})
     for rank in timeline.ranks:
-        wire = [(s.start_s, s.end_s) for s in some if s.rank == rank and s.lane in ("send", "recv")]
+        wire = [(s.start_s, s.end_s) for s in some if s.rank == rank and s.lane in TRANSFERS]
         assert overlap[rank] + exposed[rank] == intervals.length(wire)
         assert overlap[rank] <= compute[rank]
 

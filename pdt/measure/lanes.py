@@ -4,13 +4,15 @@ from typing import TYPE_CHECKING, Any
 
 from pdt.measure import intervals
 from pdt.measure.style import legend, look, new_axes, use_style
+from pdt.measure.trace import LANES, USUAL
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from pdt.measure.timeline import Timeline
 
-_LANES = {"compute": (0.0, 0.52), "send": (0.56, 0.18), "recv": (0.77, 0.18)}  # offset, height
+_HEIGHTS = {"compute": 3.0, "host": 2.0}  # of a lane, where a transfer's is 1
+_BLOCK, _GAP = 0.95, 0.035  # of a rank's block, and between its lanes
 _CHARACTER = 0.0118  # width of a letter in a bar, as a part of the axes
 
 
@@ -18,15 +20,15 @@ _CHARACTER = 0.0118  # width of a letter in a bar, as a part of the axes
 def timeline(ax: "Axes | None", timeline: "Timeline") -> "Axes":
     """Draw all spans over milliseconds since the first: a block per rank, a row per lane.
 
-    At the right of each rank stands how much of its communication compute has hidden. Spans of one
-    lane that overlap share its height.
+    At the right of each rank stands how much of its transfers compute has hidden. Spans of one lane
+    that overlap share its height.
     """
-    ranks = timeline.ranks
-    ax = ax or new_axes(0.75 + 0.48 * max(len(ranks), 1))
+    ranks, lanes = timeline.ranks, _places(timeline)
+    ax = ax or new_axes(0.75 + 0.16 * len(lanes) * max(len(ranks), 1))
     start_s = min((span.start_s for span in timeline.spans), default=0.0)
     length_s = max((span.end_s for span in timeline.spans), default=0.0) - start_s
     for row, rank in enumerate(ranks):
-        for lane, (offset, height) in _LANES.items():
+        for lane, (offset, height) in lanes.items():
             _draw_lane(ax, timeline, (rank, lane), (row + offset, height), (start_s, length_s))
             ax.text(-0.006, row + offset + height / 2, lane, **_small(ax, ha="right"))
         ax.text(1.01, row + 0.45, _hidden(timeline, rank), **_small(ax, ha="left"))
@@ -38,6 +40,19 @@ def timeline(ax: "Axes | None", timeline: "Timeline") -> "Axes":
     ax.spines["left"].set_visible(False)
     legend(ax, [span.kind for span in timeline.spans])
     return ax
+
+
+def _places(timeline: "Timeline") -> "dict[str, tuple[float, float]]":
+    """Offset and height in its block of each lane: the usual ones, or those that are in use."""
+    used = {span.lane for span in timeline.spans}
+    lanes = USUAL if used <= set(USUAL) else [x for x in LANES if x in used or x == "compute"]
+    heights = [_HEIGHTS.get(lane, 1.0) for lane in lanes]
+    unit = (_BLOCK - _GAP * (len(lanes) - 1)) / sum(heights)
+    places, offset = {}, 0.0
+    for lane, height in zip(lanes, heights, strict=True):
+        places[lane] = (offset, height * unit)
+        offset += height * unit + _GAP
+    return places
 
 
 def _draw_lane(
@@ -60,7 +75,7 @@ def _draw_lane(
                 if s.kind == kind and own == number
             ]
             ax.broken_barh(bars, (top + number * step, step), **look(kind).patch())
-    if where[1] == "compute" and step == height:
+    if where[1] in _HEIGHTS and step == height:
         for span in spans:
             room = span.duration_s / length_s if length_s else 0.0
             if len(span.name) * _CHARACTER < room:

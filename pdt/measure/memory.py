@@ -43,6 +43,9 @@ class Ledger:
     rest: inputs, buffers, temporaries. `model` and `optimizer` may each be one or several. A model
     on the meta device is counted too, as what the step would take.
 
+    Figures are of all that there is, or of one *place*: a type of device ("cpu", "cuda"), or "host"
+    for what an offloading optimizer says is there by its `host_tensors`, and "device" for the rest.
+
     Not seen: scratch memory inside one operation, an allocator's rounding (see `allocator`), other
     threads than this one and its backwards, and older tensors until an operation touches them.
     Cost: about 50 microseconds an operation on one CPU core, half of it torch's for any dispatch
@@ -125,17 +128,21 @@ class Ledger:
     @property
     def timeline(self) -> list[tuple[float, dict[str, int]]]:
         """(`perf_counter` seconds, live bytes by kind) after each change."""
-        return [(time_s, dict(totals)) for time_s, totals in self._replay()]
+        return self.history()
 
-    def live(self, device: str | None = None) -> dict[str, int]:
-        """Live bytes by kind, now or at the end of the context, on "cpu", "cuda" or all."""
-        last = deque(self._replay(device), maxlen=1)
+    def history(self, place: str | None = None) -> list[tuple[float, dict[str, int]]]:
+        """As `timeline`, of one place."""
+        return [(time_s, dict(totals)) for time_s, totals in self._replay(place)]
+
+    def live(self, place: str | None = None) -> dict[str, int]:
+        """Live bytes by kind, now or at the end of the context."""
+        last = deque(self._replay(place), maxlen=1)
         return dict(last[0][1]) if last else dict.fromkeys(KINDS, 0)
 
-    def peak(self, device: str | None = None) -> dict[str, int]:
+    def peak(self, place: str | None = None) -> dict[str, int]:
         """Bytes by kind at the first moment of the highest total."""
         best, best_total = dict.fromkeys(KINDS, 0), 0
-        for _, totals in self._replay(device):
+        for _, totals in self._replay(place):
             if (total := sum(totals.values())) > best_total:
                 best, best_total = dict(totals), total
         return best
@@ -177,10 +184,10 @@ class Ledger:
         ]
         return "\n".join([text, *notes])
 
-    def _replay(self, device: str | None = None) -> Iterator[tuple[float, dict[str, int]]]:
+    def _replay(self, place: str | None = None) -> Iterator[tuple[float, dict[str, int]]]:
         if self._state != "closed":
             self._scan()
-        return self._log.replay(device)
+        return self._log.replay(place)
 
     def _scan(self) -> None:
         """Read sizes and kinds of all that the models and optimizers hold now."""
@@ -199,8 +206,12 @@ class Ledger:
             for tensor in tensors_in(dict(getattr(optimizer, "state", {}))):
                 self._name(tensor, "optimizer states", _STATE)
             parameters += held
-            for tensor in tensors_in([b.shard_grad for b in getattr(optimizer, "buckets", ())]):
-                self._name(tensor, "gradients", _GRADIENT)
+            for bucket in getattr(optimizer, "buckets", ()):
+                grads = [getattr(bucket, name, None) for name in ("shard_grad", "flat_grads")]
+                for tensor in tensors_in(grads):
+                    self._name(tensor, "gradients", _GRADIENT)
+            for tensor in tensors_in(getattr(optimizer, "host_tensors", ())):
+                self._log.lies_on_host(self._log.see(tensor))
         for parameter in parameters:
             self._name_gradient(parameter)
 
@@ -209,6 +220,7 @@ class Ledger:
             if parameter.requires_grad and parameter.is_leaf:
                 hook = parameter.register_post_accumulate_grad_hook(self._name_gradient)
                 self._hooks.callback(hook.remove)
+                _put_first(parameter, hook.id)
         inner = (o for o in _with_inner(optimizers) if isinstance(o, torch.optim.Optimizer))
         for stepper in inner:
             # before the step the gradients are complete, after it the states are there
@@ -234,6 +246,14 @@ def _with_inner(optimizers: list[Any]) -> list[Any]:
     """Also those that ZeroRedundancyOptimizer or pdt.zero's wrap: they hold the states."""
     wrapped = [(o, getattr(o, "optim", None), *getattr(o, "optims", ())) for o in optimizers]
     return [optimizer for several in wrapped for optimizer in several if optimizer is not None]
+
+
+def _put_first(parameter: torch.Tensor, number: int) -> None:
+    """This hook before the others, which may take the gradient away."""
+    hooks = parameter._post_accumulate_grad_hooks
+    items = [(number, hooks[number]), *((k, v) for k, v in hooks.items() if k != number)]
+    hooks.clear()  # torch goes through them in the order of insertion
+    hooks.update(items)
 
 
 def _several(value: Any) -> list[Any]:

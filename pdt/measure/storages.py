@@ -19,10 +19,10 @@ KINDS = ("parameters", "gradients", "optimizer states", "activations", "buckets"
 class Storage:
     """One storage: its bytes now, its kind as far as known, and how often the graph keeps it."""
 
-    __slots__ = ("device", "first_save", "kind", "kind_weight", "nbytes", "ref", "saves")
+    __slots__ = ("first_save", "kind", "kind_weight", "nbytes", "places", "ref", "saves")
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.places = {device.type, "device"}
         self.nbytes = 0
         self.kind: str | None = None
         self.kind_weight = 0
@@ -81,6 +81,10 @@ class StorageLog:
         if weight > storage.kind_weight:
             storage.kind, storage.kind_weight = kind, weight
 
+    def lies_on_host(self, storage: Storage) -> None:
+        """It belongs to the host of the device, for all its life, also where both are a CPU."""
+        storage.places = storage.places - {"device"} | {"host"}
+
     def save(self, storage: Storage) -> None:
         """The graph now keeps `storage`; the first time this holds from its first sight on."""
         storage.saves += 1
@@ -102,8 +106,8 @@ class StorageLog:
             storage.ref = None  # and with the reference goes its callback
         self._alive.clear()
 
-    def replay(self, device: str | None = None) -> Iterator[tuple[float, dict[str, int]]]:
-        """(time, bytes by kind) after each event, of the devices of this type or all.
+    def replay(self, place: str | None = None) -> Iterator[tuple[float, dict[str, int]]]:
+        """(time, bytes by kind) after each event, of what lies in this place or of all.
 
         The dict is the same object every time: copy it to keep it.
         """
@@ -111,7 +115,7 @@ class StorageLog:
         shown: dict[Storage, tuple[str, int]] = {}
         for number, event in enumerate(self.events):
             storage = event.storage
-            if device is None or storage.device.type == device:
+            if place is None or place in storage.places:
                 saved = event.saved or number < storage.first_save
                 kind = storage.kind or ("activations" if saved else "other")
                 old_kind, old_nbytes = shown.get(storage, (kind, 0))

@@ -1,8 +1,9 @@
-"""What every rank did and when: spans in three lanes, their overlap, and a trace to look at.
+"""What every rank did and when: spans in lanes, their overlap, and a trace to look at.
 
-A rank has one lane for compute and one for each direction of communication. All times are those
-of `time.perf_counter` in seconds; on Linux that clock counts from the start of the machine, so
-the spans of all ranks of one machine share it and can be merged as they are.
+A rank has one lane for compute and one for each direction of communication. One that offloads has
+more: the bus to its host and back, the host's own work, and reads and writes of files. All times
+are those of `time.perf_counter` in seconds; on Linux that clock counts from the start of the
+machine, so the spans of all ranks of one machine share it and can be merged as they are.
 """
 
 import time
@@ -13,11 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from pdt.measure import intervals, trace
+from pdt.measure.trace import LANES, TRANSFERS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-LANES = ("compute", "send", "recv")
 
 
 class Transfer(Protocol):
@@ -157,23 +157,19 @@ class Timeline:
         return {rank: intervals.length(self._lanes(rank, lane)) for rank in self.ranks}
 
     def overlap(self) -> dict[int, float]:
-        """Seconds during which both compute and communication (either direction) run, by rank."""
+        """Seconds during which both compute and a transfer (of any lane) run, by rank."""
         return {
             rank: intervals.length(
-                intervals.intersection(
-                    self._lanes(rank, "compute"), self._lanes(rank, "send", "recv")
-                )
+                intervals.intersection(self._lanes(rank, "compute"), self._lanes(rank, *TRANSFERS))
             )
             for rank in self.ranks
         }
 
     def exposed(self) -> dict[int, float]:
-        """Seconds of communication that no compute covers, by rank: what overlap may still save."""
+        """Seconds of transfers that no compute covers, by rank: what overlap may still save."""
         return {
             rank: intervals.length(
-                intervals.difference(
-                    self._lanes(rank, "send", "recv"), self._lanes(rank, "compute")
-                )
+                intervals.difference(self._lanes(rank, *TRANSFERS), self._lanes(rank, "compute"))
             )
             for rank in self.ranks
         }

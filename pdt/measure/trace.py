@@ -16,6 +16,9 @@ from pdt.measure import intervals
 if TYPE_CHECKING:
     from pdt.measure.timeline import Span
 
+TRANSFERS = ("send", "recv", "to host", "to device", "read", "write")
+LANES = ("compute", *TRANSFERS, "host")
+USUAL = LANES[:3]  # that are shown also where nothing happens
 _LANE_STRIDE = 100  # thread ids of one lane; a lane never shows that many overlapping spans
 
 
@@ -45,8 +48,10 @@ def _events(spans: list["Span"], origin_s: float) -> Iterator[dict[str, Any]]:
     for rank in sorted({span.rank for span in spans}):
         yield _metadata("process_name", rank, 0, name=f"rank {rank}")
         yield _metadata("process_sort_index", rank, 0, sort_index=rank)
-        for index, lane in enumerate(("compute", "send", "recv")):
+        for index, lane in enumerate(LANES):
             members = [span for span in spans if span.rank == rank and span.lane == lane]
+            if not members and lane not in USUAL:
+                continue
             numbers = intervals.tracks([(s.start_s, s.end_s) for s in members], nest=True)
             for number in range(max(numbers, default=0) + 1):
                 thread = index * _LANE_STRIDE + number

@@ -1,0 +1,21 @@
+"""Training what does not fit on the device: on the host, and in files.
+
+>>> from pdt.offload import OffloadedAdamW
+>>> optimizer = OffloadedAdamW(model.parameters(), lr=1e-3)     # its states live on the host
+"""
+
+from pdt.offload.adam import HostAdamW
+from pdt.offload.bus import Bus, bus_of
+from pdt.offload.optimizer import OffloadedAdamW, OffloadedOptimizer
+from pdt.offload.scaler import OffloadedGradScaler
+from pdt.offload.streamed import StreamedLinear
+
+__all__ = [
+    "Bus",
+    "HostAdamW",
+    "OffloadedAdamW",
+    "OffloadedGradScaler",
+    "OffloadedOptimizer",
+    "StreamedLinear",
+    "bus_of",
+]

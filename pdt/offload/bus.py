@@ -22,8 +22,7 @@ from pdt.comm.topology import Link
 from pdt.measure.timeline import Span
 
 Pair = tuple[Tensor, Tensor]  # of the same shape: to be read, to be written
-TO_HOST, TO_DEVICE = "to host", "to device"
-_LANES = {TO_HOST: "send", TO_DEVICE: "recv"}  # of a timeline, as the device sees it
+TO_HOST, TO_DEVICE = "to host", "to device"  # a timeline's lanes have these names
 _TIMEOUT_S = 300.0  # for one transfer: what takes longer has lost its thread
 _REMEMBERED = 10_000  # transfers whose times are kept
 
@@ -145,7 +144,7 @@ class Bus:
         for transfer in self.transfers:
             transfer.finish()
         return [
-            Span(t.name, *self._times_s(t), _LANES[t.direction], t.name, rank, t.nbytes)
+            Span(t.name, *self._times_s(t), t.direction, t.name, rank, t.nbytes)
             for t in self.transfers
         ]
 
@@ -227,8 +226,8 @@ def bus_of(device: torch.device, link: Link | None = None) -> Bus:
 
 
 def _known(direction: str) -> str:
-    if direction not in _LANES:
-        raise ValueError(f"direction={direction!r} is none of {tuple(_LANES)}")
+    if direction not in (TO_HOST, TO_DEVICE):
+        raise ValueError(f"direction={direction!r} is neither {TO_HOST!r} nor {TO_DEVICE!r}")
     return direction
 
 

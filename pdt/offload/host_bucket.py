@@ -1,0 +1,134 @@
+"""Parameters that travel together, and what the host holds of them.
+
+Words: a *master* is the host's copy of a parameter, in full precision, which the host's optimizer
+steps; `grads` is where the gradients arrive. Both lie flat, one parameter behind the other, so that
+a bucket is one stretch of memory for the bus and for the processor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pdt.flat import unflatten
+from pdt.offload.adam import HostAdamW
+from pdt.offload.bus import Bus, Pair
+
+
+class HostBucket:
+    """`params` are on the device, all of one dtype; the rest of it is in the host's memory.
+
+    For numel parameters in 16 bits, stepped by AdamW, the host holds masters, gradients and two
+    states of 4 bytes each, and 2 bytes in which the parameters return.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        names: Sequence[str],
+        bus: Bus,
+        optimizer_class: type[torch.optim.Optimizer],
+        defaults: Mapping[str, Any],
+    ) -> None:
+        self.params, self.names = list(params), list(names)
+        dtype = params[0].dtype
+        master_dtype = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+        self.numel = sum(p.numel() for p in params)
+        self.flat = bus.empty(self.numel, master_dtype)
+        self.masters = [nn.Parameter(view) for view in self.views(self.flat)]
+        self._flat_grads = [bus.empty(self.numel, master_dtype)]
+        self._bus = bus
+        self.returns = self.flat if dtype == master_dtype else bus.empty(self.numel, dtype)
+        self.optim = optimizer_class([{"params": self.masters}], **defaults)
+        self._returned = self.views(self.returns)
+        if self.returns is not self.flat and isinstance(self.optim, HostAdamW):
+            self.optim.copies = dict(zip(self.masters, self._returned, strict=True))
+        self.came: set[int] = set()  # of what has arrived, or is under way, since the last step
+        self.ready: set[int] = set()  # of what is complete on the device and has not left
+        self.versions = [-1] * len(self.params)  # of the parameters as the host knows them
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Of a flat tensor (numel,), what belongs to each parameter, laid out as it is."""
+        return unflatten(flat, self.params)
+
+    @property
+    def flat_grads(self) -> Tensor:
+        return self._flat_grads[0]
+
+    def swap_grads(self) -> Tensor:
+        """Let gradients arrive elsewhere from now on; returns where they have arrived until now."""
+        if len(self._flat_grads) == 1:
+            self._flat_grads.append(self._bus.empty(self.numel, self.flat.dtype))
+        self._flat_grads.reverse()
+        return self._flat_grads[1]
+
+    @property
+    def host_tensors(self) -> list[Tensor]:
+        """All that it holds in the host's memory."""
+        states = [v for s in self.optim.state.values() for v in s.values() if isinstance(v, Tensor)]
+        own = [self.flat, *self._flat_grads, *states]
+        return own if self.returns is self.flat else [*own, self.returns]
+
+    def step(
+        self, flat_grads: Tensor, used: Iterable[int], settings: Mapping[str, Any], scale: float
+    ) -> list[Pair]:
+        """The host's update of those that are `used`, whose gradients are divided by `scale`.
+
+        Returns what is to be carried back.
+        """
+        grads, used = self.views(flat_grads), sorted(used)
+        self.optim.param_groups[0].update(settings)
+        if scale != 1.0 and not _divides_itself(self.optim):
+            flat_grads.div_(scale)
+        elif _divides_itself(self.optim):
+            self.optim.grad_scale = torch.tensor(scale) if scale != 1.0 else None  # type: ignore[attr-defined]
+        for i in used:
+            self.masters[i].grad = grads[i]
+        self.optim.step()
+        for i in used:
+            self.masters[i].grad = None
+        if self.returns is not self.flat and not isinstance(self.optim, HostAdamW):
+            self.returns.copy_(self.flat)
+        return [(self._returned[i], self.params[i]) for i in used]
+
+    @torch.no_grad()
+    def follow(self, written: Sequence[int], bus: Bus) -> None:
+        """The masters take over what was written to these parameters on the device."""
+        views = self.views(self.returns.clone())
+        pairs = [(self.params[i].detach(), views[i]) for i in written]
+        bus.to_host(pairs, "parameters").wait()
+        for i in written:
+            master, shown = self.masters[i], views[i]
+            differs = master.to(shown.dtype) != shown
+            torch.where(differs, shown.to(master.dtype), master, out=master)
+            self.versions[i] = self.params[i]._version
+
+    def state_of(self, i: int) -> dict[str, Any]:
+        """The state of parameter `i` as torch has it, and its master."""
+        master = self.masters[i]
+        return {**self.optim.state.get(master, {}), "master_param": master.detach()}
+
+    @torch.no_grad()
+    def set_state(self, i: int, state: Mapping[str, Any]) -> None:
+        """Go on with this state. Its master counts as far as the device's parameter is that master
+        rounded (see `follow`), for a plain optimizer keeps one from before and does not step it."""
+        master = self.masters[i]
+        known = state.get("master_param")
+        if isinstance(known, Tensor) and known.data_ptr() != master.data_ptr():
+            master.copy_(known)
+        self.versions[i] = -1
+        kept = {name: value for name, value in state.items() if name != "master_param"}
+        if kept:
+            self.optim.state[master] = kept
+        else:
+            self.optim.state.pop(master, None)
+
+
+def _divides_itself(optim: torch.optim.Optimizer) -> bool:
+    """Whether it divides gradients by its `grad_scale` as it reads them, as fused ones do."""
+    if isinstance(optim, HostAdamW):
+        return True
+    return bool(getattr(optim, "_step_supports_amp_scaling", False))
