@@ -316,7 +316,7 @@ def test_a_gradient_written_after_it_left_is_refused_by_name(bus: Bus) -> None:
     optimizer = OffloadedAdamW(model.named_parameters(), bus=bus)
     backward(model)
     model[2].weight.grad = torch.ones(32, 32)
-    with pytest.raises(RuntimeError, match=r"2\.weight left .* during_backward=False"):
+    with pytest.raises(RuntimeError, match=r"2\.weight leaves .* during_backward=False"):
         optimizer.step()
 
 

@@ -49,11 +49,7 @@ class Arrivals:
         params = [i for i, param in enumerate(bucket.params) if param.grad is not None]
         for i in params:
             if i in bucket.came and i not in bucket.ready:
-                raise RuntimeError(
-                    f"the gradient of {bucket.names[i]} left for the host during backward, and "
-                    "has been written again since (by DistributedDataParallel?): make the "
-                    "optimizer with during_backward=False"
-                )
+                raise RuntimeError(written_by_others(bucket.names[i]))
         if params:
             self._start(bucket, params)
 
@@ -100,6 +96,15 @@ class Arrivals:
                 return self._free.pop(i)
         self.inboxes.append(self._bus.empty(numel, dtype))
         return self.inboxes[-1]
+
+
+def written_by_others(name: str) -> str:
+    """What to say when a gradient that leaves during backward has another owner besides."""
+    return (
+        f"the gradient of {name} leaves for the host during backward, and somebody else has taken "
+        "or written it besides (DistributedDataParallel?): make the optimizer with "
+        "during_backward=False"
+    )
 
 
 def _take_grad(bucket: HostBucket, i: int) -> Tensor:

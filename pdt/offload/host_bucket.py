@@ -49,6 +49,7 @@ class HostBucket:
         self.came: set[int] = set()  # of what has arrived, or is under way, since the last step
         self.ready: set[int] = set()  # of what is complete on the device and has not left
         self.versions = [-1] * len(self.params)  # of the parameters as the host knows them
+        self.addresses = [param.data_ptr() for param in params]
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Of a flat tensor (numel,), what belongs to each parameter, laid out as it is."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pdt.buckets import assign_buckets
-from pdt.offload.arrivals import Arrivals
+from pdt.offload.arrivals import Arrivals, written_by_others
 from pdt.offload.bus import Bus, bus_of
 from pdt.offload.checks import check_dense, names_of, on_host
 from pdt.offload.host_bucket import HostBucket
@@ -137,6 +137,10 @@ class HostedOptimizer(torch.optim.Optimizer):
 
     def _grad_is_complete(self, param: Tensor) -> None:
         bucket, i = self._place[param]
+        if param.data_ptr() != bucket.addresses[i]:
+            return  # stage 3 has gathered it, and hands the shard's gradient out later
+        if param.grad is None:
+            raise RuntimeError(written_by_others(bucket.names[i]))
         bucket.ready.add(i)
         if len(bucket.ready) == len(bucket.params):
             self._arrivals.send(bucket)

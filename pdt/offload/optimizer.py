@@ -46,8 +46,8 @@ class OffloadedOptimizer(HostedOptimizer):
     delay_after: from so many steps on, each update is applied one step late, and is computed while
         the device does the next forward and backward (section 5.2); None for never.
 
-    With stage 3, give it the sharded module's parameters. With stages 1 and 2, it is what they
-    step: `Zero1(params, OffloadedAdamW, bus=bus, lr=...)`. Raises ValueError, with the name, for
+    With stage 3, give it the sharded module's parameters, whose gradients leave in `step`. With
+    stages 1 and 2, it is what they step: `Zero1(params, OffloadedAdamW, bus=bus, lr=...)`. Raises ValueError, with the name, for
     parameters with gaps or overlaps in memory, and for sparse gradients.
     """
 
