@@ -6,7 +6,7 @@ that builds a technique adds its entry.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,6 +20,7 @@ from pdt.ddp import DDP
 from pdt.ddp.shared import SharedOptimizer, SharedParameters
 from pdt.ddp.shared_memory import slice_cuts
 from pdt.flat import ShardLayout, offsets
+from pdt.offload import OffloadedAdamW, bus_of
 from pdt.zero import Zero1, Zero2, fully_shard
 from pdt.zero.calls import DIGEST_BITS
 from pdt.zero.update import short
@@ -42,7 +43,7 @@ def replicated_nbytes(model: nn.Module, n: int) -> dict[str, int]:
 class Strategy:
     """`wrap` takes the model before training, `optimizer` makes the optimizer, `after_backward`
     runs between `loss.backward()` and `optimizer.step()`. The formulas, for n ranks:
-    `held_nbytes(model, n)` is what a rank holds after a step, by kind, and
+    `held_nbytes(model, n)` is what a rank's device holds after a step, by kind, and
     `step_wire_nbytes(model, n)` is what it sends in one, from the second on. Of the kinds in
     `one_copy` the ranks hold one together, in shared memory: a rank's part is 1/n."""
 
@@ -169,6 +170,18 @@ def _zero(
     )
 
 
+def _offloaded(params: Iterable[nn.Parameter], *, lr: float) -> torch.optim.Optimizer:
+    """Stage 2, whose shards are stepped on the host: ZeRO-Offload's form for several devices."""
+    params = list(params)
+    bus = bus_of(params[0].device)
+    return Zero2(params, OffloadedAdamW, bus=bus, lr=lr)
+
+
+def _offloaded_nbytes(model: nn.Module, n: int) -> dict[str, int]:
+    """As stage 2, without the states."""
+    return sharded_nbytes(model, n, stage=2) | {"optimizer states": 0}
+
+
 STRATEGIES = {
     "single": Strategy(distributed=False),
     "naive": Strategy(
@@ -186,4 +199,9 @@ STRATEGIES = {
     "zero1": _zero(1, optimizer=partial(Zero1, optimizer_class=torch.optim.AdamW)),
     "zero2": _zero(2, optimizer=partial(Zero2, optimizer_class=torch.optim.AdamW)),
     "zero3": _zero(3, wrap=shard_units),
+    "offload": Strategy(
+        optimizer=_offloaded,
+        held_nbytes=_offloaded_nbytes,
+        step_wire_nbytes=partial(_zero_wire_nbytes, stage=2),
+    ),
 }

@@ -69,7 +69,7 @@ def train(name: str) -> Report:
         seconds.append(time.perf_counter() - started_s)
     means = torch.stack(losses) / size
     dist.all_reduce(means)
-    live = ledger.live()
+    live = ledger.live("device")
     return Report(
         means.tolist(),
         {kind: live[kind] // (size if kind in strategy.one_copy else 1) for kind in LASTING},

@@ -111,7 +111,7 @@ CLIP_SHARDED = Exercise(
     minutes=15,
     trials=_trials,
     drive=_drive,
-    poison=("pdt.zero.norm.norm_over_ranks",),
+    poison=("pdt.comm.norm.norm_over_ranks",),
     properties=(
         Property(
             "returns the norm of the whole gradient",

@@ -243,9 +243,13 @@ class Ledger:
 
 
 def _with_inner(optimizers: list[Any]) -> list[Any]:
-    """Also those that ZeroRedundancyOptimizer or pdt.zero's wrap: they hold the states."""
-    wrapped = [(o, getattr(o, "optim", None), *getattr(o, "optims", ())) for o in optimizers]
-    return [optimizer for several in wrapped for optimizer in several if optimizer is not None]
+    """Also those that ZeroRedundancyOptimizer or pdt's wrap, and what these wrap: they hold the
+    states."""
+    found = []
+    for optimizer in optimizers:
+        inner = [getattr(optimizer, "optim", None), *getattr(optimizer, "optims", ())]
+        found += [optimizer, *_with_inner([o for o in inner if o is not None])]
+    return found
 
 
 def _put_first(parameter: torch.Tensor, number: int) -> None:

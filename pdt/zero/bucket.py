@@ -42,12 +42,15 @@ class ShardedBucket:
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.layout = ShardLayout(tuple(p.numel() for p in params), self.world_size)
         self.pieces = self.layout.pieces(self.rank)
+        self._are_contiguous = [p.is_contiguous() for p in self.params]
+        self._viewed: tuple[int, list[Tensor]] | None = None  # an address, and the views of there
         self.flat = torch.zeros(
             self.layout.padded_numel, dtype=params[0].dtype, device=params[0].device
         )
         for param, view in zip(params, self.views(self.flat), strict=True):
             view.copy_(param.detach())
             param.data = view
+        self._addresses = [p.data_ptr() for p in self.params]
         self.shard_grad: Tensor | None = None
         self._lent_mean: Tensor | None = None  # what `shard_grad` is, if it is of `scratch`
 
@@ -57,14 +60,29 @@ class ShardedBucket:
 
     def moved(self) -> list[int]:
         """Indices of the parameters that are no longer views into `flat`."""
-        begin, step = self.flat.data_ptr(), self.flat.element_size()
-        starts = zip(self.params, self.layout.offsets, strict=False)
-        places = [(p.data_ptr(), begin + offset * step) for p, offset in starts]
-        return [i for i, (a, b) in enumerate(places) if a != b and self.params[i].numel()]
+        addresses = [p.data_ptr() for p in self.params]
+        if addresses == self._addresses:
+            return []
+        places = zip(self.params, addresses, self._addresses, strict=True)
+        return [i for i, (p, now, before) in enumerate(places) if now != before and p.numel()]
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """The parts of a tensor of this bucket's layout, one shaped like each parameter."""
-        return unflatten(flat[: self.layout.offsets[-1]], self.params)
+        used = flat[: self.layout.offsets[-1]]
+        if not all(self._are_contiguous):
+            return unflatten(used, self.params)
+        parts = used.split(self.layout.numels)  # one call for all, where strides say no more
+        return [part.view(p.shape) for part, p in zip(parts, self.params, strict=True)]
+
+    def grad_views(self, flat_grad: Tensor) -> list[Tensor]:
+        """`views` of a tensor of `new_flat`: of a buffer that is kept, they are made once."""
+        address = flat_grad.data_ptr()  # no other buffer can be there while its views live
+        if self._viewed is not None and self._viewed[0] == address:
+            return self._viewed[1]
+        views = self.views(flat_grad)
+        if self.scratch.keep:
+            self._viewed = address, views
+        return views
 
     def new_flat(self) -> Tensor:
         """An uninitialised tensor of this bucket's layout, but for its padding, which is zero."""
@@ -153,7 +171,7 @@ def fill(views: Sequence[Tensor], grads: Sequence[Tensor | None], factor: float)
             view.zero_().add_(grad.detach())
         else:
             places.append(view)
-            dense.append(grad.detach())
+            dense.append(grad.detach() if grad.requires_grad else grad)
     if places:
         torch._foreach_copy_(places, dense)
     if factor != 1:

@@ -30,6 +30,9 @@ class Filling:
     sent: bool = False
     expected: int = 0
 
+    def __post_init__(self) -> None:
+        self._nbytes = [param.nbytes for param in self.bucket.params]
+
     def begin(self) -> None:
         """A backward begins: what is frozen now will not come."""
         self.expected = sum(param.requires_grad for param in self.bucket.params)
@@ -43,14 +46,14 @@ class Filling:
         self.arrived.add(index)
         if index not in self.waiting:
             self.waiting.append(index)
-            self.waiting_nbytes += self.bucket.params[index].nbytes
+            self.waiting_nbytes += self._nbytes[index]
         return self.waiting_nbytes >= CHUNK_NBYTES
 
     def move(self) -> None:
         """Bring what waits into the buffer, small gradients together; nobody keeps them then."""
         if self.flat_grad is None:
             self.flat_grad = self.bucket.new_flat()
-            self.views = self.bucket.views(self.flat_grad)
+            self.views = self.bucket.grad_views(self.flat_grad)
         params = self.bucket.params
         first = [i for i in self.waiting if i not in self.moved]
         fill([self.views[i] for i in first], [params[i].grad for i in first], 1.0)

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pdt.comm.norm import clip_over_ranks
 from pdt.zero.agree import any_rank, highest_of_ranks
 from pdt.zero.bucket import StartedReduce, fill, must_scale_before
 from pdt.zero.checks import check_in_place, check_unchanged, version
-from pdt.zero.norm import clip_over_ranks
 from pdt.zero.sharded import ShardedOptimizer
 
 IN_FLIGHT = 2  # buckets that are reduced at the same time: one arrives while another is filled
@@ -37,8 +37,9 @@ class Zero1(ShardedOptimizer):
     that dtype (torch.float32 for bf16 parameters). The parameters' memory becomes part of flat
     buffers; their strides stay. A parameter that is listed twice counts once; one that does not
     require a gradient has no state and no traffic in a step until it does. `keep_buffers` keeps the
-    buffers in which buckets are reduced from step to step, those of two or three buckets: on a CPU,
-    which pays for fresh memory page by page, a step is then faster.
+    buffers in which buckets are reduced from step to step, those of two or three buckets and of the
+    means: on a CPU, which pays for fresh memory page by page, a step is then faster. The means are
+    overwritten then by what comes after the step (in `Zero2`, after `zero_grad`).
 
     Raises ValueError, the same on every rank, when the ranks' parameters, groups or arguments
     differ; and for an optimizer that is not elementwise, and for two parameters in the same memory.
@@ -126,7 +127,7 @@ class Zero1(ShardedOptimizer):
         flat_grad = bucket.new_flat()
         before = must_scale_before(flat_grad.dtype)
         factor = 1 / self.world_size if before else 1.0
-        fill(bucket.views(flat_grad), [param.grad for param in bucket.params], factor)
+        fill(bucket.grad_views(flat_grad), [param.grad for param in bucket.params], factor)
         return bucket.start_reduce(flat_grad, scaled=before)
 
     def _after_step(self) -> None:

@@ -67,7 +67,6 @@ class Zero2(Zero1):
 
     # Backward
 
-    @torch.no_grad()
     def arrive(self, position: int) -> None:
         """Autograd has accumulated the gradient of the parameter at `position` in `.grad`."""
         if not self._sync:
@@ -111,6 +110,7 @@ class Zero2(Zero1):
                 return
             self._send(filling)
 
+    @torch.no_grad()
     def _move(self, filling: Filling) -> None:
         """A new buffer takes the place of the oldest that is on its way: three are the most."""
         if filling.flat_grad is None:
@@ -121,6 +121,7 @@ class Zero2(Zero1):
         if len(self._in_flight) == IN_FLIGHT:
             self._in_flight.popleft().wait()
 
+    @torch.no_grad()
     def _send(self, filling: Filling) -> None:
         self._move(filling)
         self._make_room()

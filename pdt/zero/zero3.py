@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from pdt.comm.norm import clip_over_ranks
 from pdt.comm.replicate import broadcast, check_same, describe_tensor
 from pdt.zero.checks import check_own_memory
 from pdt.zero.flat_params import FlatParams
 from pdt.zero.module_hooks import Entry
-from pdt.zero.norm import clip_over_ranks
 from pdt.zero.passes import Passes
 from pdt.zero.unit import KEY, Unit
 
