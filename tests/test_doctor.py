@@ -151,6 +151,14 @@ def test_missing_programs_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     found = probes.namespaces()
     assert not found.ok
     assert found.value == "no unshare, ip, tc"
+    assert not probes.compiler().ok
+
+
+def test_a_compiler_is_found_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "gcc").write_text("")
+    (tmp_path / "gcc").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert probes.compiler().value == str(tmp_path / "gcc")
 
 
 def test_a_checkout_that_cannot_be_written_is_said(tmp_path: Path) -> None:

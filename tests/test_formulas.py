@@ -2,15 +2,24 @@
 
 import json
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from pdt.measure import Ledger, saved_activations
 from pdt.model import GPT, GPTConfig
 from pdt.model.gpt import Block
-from pdt.plan.formulas import activation_nbytes, gpt_numel, model_state_nbytes, zero_nbytes
+from pdt.offload.checkpoint import checkpoint
+from pdt.plan.formulas import (
+    activation_nbytes,
+    gpt_numel,
+    layer_flops,
+    model_state_nbytes,
+    zero_nbytes,
+)
 
 DATA = Path(__file__).parent / "data"
 ZERO = json.loads((DATA / "zero_tables.json").read_text())
@@ -101,23 +110,63 @@ def test_model_states_are_what_the_ledger_counts(optimizer: str, precision: str)
     assert {kind: ledger.live()[kind] for kind in formula} == formula
 
 
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize(("s", "b", "h", "a"), [(16, 2, 24, 3), (7, 3, 10, 1), (1, 1, 8, 8)])
 def test_a_layer_keeps_what_the_formula_says(
-    dtype: torch.dtype, s: int, b: int, h: int, a: int
+    recompute: str, dtype: torch.dtype, s: int, b: int, h: int, a: int
 ) -> None:
     config = GPTConfig(block_size=s, num_heads=a, hidden_size=h, dropout=0.1, unfused=True)
     layer = Block(config).to(dtype)
+    if recompute == "selective":
+        layer.attn.core = partial(checkpoint, layer.attn.core)
+    called = partial(checkpoint, layer) if recompute == "full" else layer
     x = torch.ones(b, s, h, dtype=dtype, requires_grad=True)
-    kept = sum(tensor.nbytes for tensor in saved_activations(layer, x, model=layer))
+    kept = sum(tensor.nbytes for tensor in saved_activations(called, x, model=layer))
     nbytes = dtype.itemsize
-    wanted = activation_nbytes(s, b, h, a, element_nbytes=nbytes, statistic_nbytes=nbytes)
-    assert kept == wanted
+    assert kept == activation_nbytes(
+        s, b, h, a, element_nbytes=nbytes, statistic_nbytes=nbytes, recompute=recompute
+    )
 
 
-def test_two_bytes_an_element_give_the_papers_formula() -> None:
+@pytest.mark.parametrize("t", [1, 2, 8])
+def test_two_bytes_an_element_give_the_papers_formulas(t: int) -> None:
     for s, b, h, a in ((2048, 1, 12288, 96), (2048, 1, 20480, 128)):  # GPT-3 and MT-NLG
-        assert activation_nbytes(s, b, h, a) == s * b * h * (34 + 5 * a * s / h)
+        sbh, square = s * b * h, 5 * a * s / h
+        assert activation_nbytes(s, b, h, a, tp_size=t) == sbh * (10 + 24 / t + square / t)
+        kept = activation_nbytes(s, b, h, a, tp_size=t, recompute="selective")
+        assert kept == sbh * (10 + 24 / t)
+        assert activation_nbytes(s, b, h, a, recompute="selective") / t == 34 * sbh / t
+        assert activation_nbytes(s, b, h, a, tp_size=t, recompute="full") == 2 * sbh
+
+
+@pytest.mark.parametrize(
+    ("h", "a", "saves", "costs"), [(12288, 96, "70 %", "2.7 %"), (20480, 128, "65 %", "1.6 %")]
+)
+def test_selective_recomputation_saves_and_costs_what_the_paper_says(
+    h: int, a: int, saves: str, costs: str
+) -> None:
+    none, selective = (activation_nbytes(2048, 1, h, a, recompute=r) for r in ("none", "selective"))
+    assert f"{100 * (1 - selective / none):.0f} %" == saves
+    flops = layer_flops(2048, 1, h, "selective")
+    assert f"{100 * flops['recompute'] / flops['forward']:.1f} %" == costs
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_flops_are_those_of_the_products_that_run(recompute: str) -> None:
+    s, b, h = 16, 2, 24
+    config = GPTConfig(block_size=s, num_heads=3, hidden_size=h, dropout=0.1, unfused=True)
+    layer = Block(config)
+    if recompute == "selective":
+        layer.attn.core = partial(checkpoint, layer.attn.core)
+    x = torch.ones(b, s, h, requires_grad=True)
+    with FlopCounterMode(display=False) as counted:
+        (checkpoint(layer, x) if recompute == "full" else layer(x)).sum().backward()
+    flops = layer_flops(s, b, h, recompute)
+    # A recomputation ends before the product with V, whose result nobody needs; after the last
+    # product of a layer comes a mask that is needed.
+    unneeded = 2 * s * s * b * h if recompute == "selective" else 0
+    assert counted.get_total_flops() == sum(flops.values()) - unneeded
 
 
 def test_unknown_names_and_numbers_are_refused() -> None:
@@ -127,3 +176,8 @@ def test_unknown_names_and_numbers_are_refused() -> None:
     for n, stage in ((4, 4), (0, 1)):
         with pytest.raises(ValueError, match="stage="):
             zero_nbytes(10, n, stage)
+    for formula in (activation_nbytes, layer_flops):
+        with pytest.raises(ValueError, match="recompute='some'"):
+            formula(1, 1, 1, *[1] * (formula is activation_nbytes), recompute="some")
+    with pytest.raises(ValueError, match="tp_size=0"):
+        activation_nbytes(1, 1, 1, 1, tp_size=0)

@@ -91,8 +91,12 @@ def test_the_ways_of_torch_are_bitwise_its_own(
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.3, 0.2), (0.0, 0.0)])
 @pytest.mark.parametrize("shape", [*SHAPES, (2**16,), (2**16 + 1,)])
 def test_one_pass_is_the_loop(
-    one_pass: Callable[..., None], shape: tuple[int, ...], betas: tuple[float, float]
+    one_pass: Callable[..., None],
+    shape: tuple[int, ...],
+    betas: tuple[float, float],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(adam_pass, "CHUNK_NUMEL", 2**10)
     torch.manual_seed(0)
     p, grads = torch.randn(shape), gradients(shape)
     settings = Settings(3e-3, betas, weight_decay=0.1, maximize=True)
@@ -237,7 +241,8 @@ def layouts() -> list[Tensor]:
     turned = torch.randn(6, 4).t()
     image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     gaps = torch.randn(5, 8)[:, 1:4]
-    return [*plain, turned, image, gaps, torch.randn(3, 4, 5).permute(2, 0, 1)]
+    line = torch.randn(5).as_strided((5, 1), (1, 7))  # contiguous, though its strides look odd
+    return [*plain, turned, image, line, gaps, torch.randn(3, 4, 5).permute(2, 0, 1)]
 
 
 def twins(tensors: list[Tensor]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -270,6 +275,7 @@ def test_training_is_torch_s_for_every_shape_and_schedule(compiled: bool) -> Non
     torch.manual_seed(0)
     mine, right = twins(layouts())
     late, late_right = twins([torch.randn(9, 3).t()])
+    held: list[Tensor] = []
 
     def groups(params: list[nn.Parameter]) -> list[dict[str, Any]]:
         other = {"params": params[5:], "lr": 3e-3, "betas": (0.7, 0.9), "weight_decay": 0.2}
@@ -286,18 +292,24 @@ def test_training_is_torch_s_for_every_shape_and_schedule(compiled: bool) -> Non
                 group["lr"] *= 0.9
         for p, q in zip([*mine, *late], [*right, *late_right], strict=True):
             p.grad = torch.randn(p.shape)  # contiguous, also where the parameter is not
+            if step == 4:
+                p.grad = torch.randn(()).expand(p.shape)
             q.grad = p.grad.clone()
         ours.step()
         theirs.step()
         assert_same_training(ours, theirs, lr=1e-2)
+        if step == 3:
+            held = [ours.state[p]["exp_avg"] for p in mine]
     assert [ours.state[p]["step"].item() for p in (mine[0], late[0])] == [6, 4]
+    assert all(ours.state[p]["exp_avg"] is m for p, m in zip(mine, held, strict=True))
 
 
 @both
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_parameters_in_16_bits_are_stepped_in_float32_and_rounded_once(
-    compiled: bool, dtype: torch.dtype
+    compiled: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(adam_pass, "CHUNK_NUMEL", 50)
     torch.manual_seed(0)
     param = nn.Parameter(torch.randn(33, 31).to(dtype).t())
     ours, right = HostAdamW([param], lr=1e-2, compiled=compiled), param.detach().clone()
@@ -416,7 +428,10 @@ def test_states_of_something_else_are_refused_and_change_nothing() -> None:
 
 
 @both
-def test_scale_and_copies_replace_the_passes_around_a_step(compiled: bool) -> None:
+def test_scale_and_copies_replace_the_passes_around_a_step(
+    compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adam_pass, "CHUNK_NUMEL", 50)
     torch.manual_seed(0)
     mine, right = twins(layouts())
     ours = HostAdamW(mine, lr=1e-2, compiled=compiled)
@@ -424,6 +439,7 @@ def test_scale_and_copies_replace_the_passes_around_a_step(compiled: bool) -> No
     low = {p: torch.empty_like(p, dtype=torch.bfloat16) for p in mine[::2]}
     low[mine[1]] = torch.empty(mine[1].shape)
     low[mine[-1]] = torch.empty(mine[-1].shape, dtype=torch.float16)  # other strides
+    low[mine[-2]] = torch.empty(mine[-2].shape)  # the parameter has gaps
     ours.copies = low
     for scale in (1024.0, torch.tensor(1024.0), torch.tensor([1024.0])):
         ours.grad_scale = scale
@@ -629,7 +645,7 @@ def test_without_a_compiler_torch_does_it(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_dtype_that_the_compiler_lacks_takes_torch_s_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kernel.get(), "dtypes", {torch.float32, torch.bfloat16})
+    monkeypatch.delitem(kernel.get().kinds, torch.float16)
     used: list[int] = []
     real = adam_pass.adamw_fused
     monkeypatch.setattr(adam_pass, "adamw_fused", lambda *args: (used.append(1), real(*args))[1])

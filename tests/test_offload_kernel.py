@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -91,20 +90,21 @@ def test_no_compiler_on_the_path_is_said(tmp_path: Path, monkeypatch: pytest.Mon
         kernel.open_kernel(tmp_path)
 
 
-def test_a_process_without_compiler_finds_out_once_and_says_why(tmp_path: Path) -> None:
-    code = (
-        "from pdt.offload import kernel; assert not kernel.available(); print(kernel.why_not()); "
-        "import shutil; shutil.which = None; assert not kernel.available()"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={"PATH": str(tmp_path), "HOME": str(tmp_path), "PYTHONPATH": ":".join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    assert "no C compiler" in done.stdout
+def test_a_process_without_compiler_looks_once_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[str] = []
+
+    def nothing(name: str) -> None:
+        looked.append(name)
+
+    monkeypatch.setattr(kernel, "_find", cache(kernel._find.__wrapped__))
+    monkeypatch.setattr(kernel.shutil, "which", nothing)
+    assert not kernel.available()
+    assert "no C compiler" in kernel.why_not()
+    with pytest.raises(RuntimeError, match="no C compiler"):
+        kernel.get()
+    assert looked == list(kernel.COMPILERS)
 
 
 def test_what_a_kernel_depends_on_changes_its_name(

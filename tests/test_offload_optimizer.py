@@ -69,7 +69,9 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, part
 
 def assert_same(one: nn.Module, other: nn.Module, tolerance: float = 1e-6) -> None:
     for (name, a), b in zip(one.named_parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: n + m)
+        torch.testing.assert_close(
+            a, b, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: n + m
+        )
 
 
 @pytest.mark.parametrize("transfer_cap_mb", [0.0, 1e-4, 8.0])
@@ -109,7 +111,11 @@ def test_any_elementwise_optimizer_steps_on_the_host(
     bus: Bus, optimizer_class: Any, settings: dict[str, Any]
 ) -> None:
     model, plain = twins(dtype=torch.float64 if optimizer_class is not HostAdamW else torch.float32)
-    train(model, OffloadedOptimizer(model.parameters(), optimizer_class, bus=bus, **settings), range(5))
+    train(
+        model,
+        OffloadedOptimizer(model.parameters(), optimizer_class, bus=bus, **settings),
+        range(5),
+    )
     reference = torch.optim.AdamW if optimizer_class is HostAdamW else optimizer_class
     settings = {k: v for k, v in settings.items() if k != "fused"}
     train(plain, reference(plain.parameters(), foreach=False, **settings), range(5))

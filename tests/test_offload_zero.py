@@ -74,7 +74,11 @@ def _sharded(stage: int, parts: int, clips: bool, delay_after: int | None) -> li
                 fully_shard(block)
             fully_shard(model)
             optimizer = OffloadedTorch(
-                model.parameters(), bus=bus, transfer_cap_mb=1e-4, delay_after=delay_after, **SETTINGS
+                model.parameters(),
+                bus=bus,
+                transfer_cap_mb=1e-4,
+                delay_after=delay_after,
+                **SETTINGS,
             )
             clip = lambda norm: optimizer.clip_grad_norm_(norm, over_ranks=True)  # noqa: E731
         else:

@@ -74,13 +74,15 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         # The head comes first within a row's index: a slice of the rows is a slice of the heads.
         qkv = self.qkv(x).unflatten(2, (-1, 3, self.head_size)).transpose(1, 2)  # (B, nh, T, 3, hs)
-        q, k, v = qkv.unbind(dim=3)  # (B, nh, T, hs) each
-        if self.unfused:
-            y = unfused_attention(q, k, v, self.dropout)
-        else:
-            p = self.dropout.p * self.training
-            y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
+        y = self.core(*qkv.unbind(dim=3))  # (B, nh, T, hs)
         return self.dropout(self.proj(y.transpose(1, 2).flatten(2)))  # (B, T, D)
+
+    def core(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """From queries, keys and values to what the heads found, (B, nh, T, hs) each."""
+        if self.unfused:
+            return unfused_attention(q, k, v, self.dropout)
+        p = self.dropout.p * self.training
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
 
 
 class MLP(nn.Module):

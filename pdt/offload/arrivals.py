@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pdt.offload.bus import Bus, Transfer
 from pdt.offload.host_bucket import HostBucket
+from pdt.offload.host_buffers import HostBuffers
 
 UNDER_WAY = 2  # transfers at once during backward: one on the bus, one that waits for it
 
@@ -23,7 +24,8 @@ class Arrival:
     transfer: Transfer
     params: Sequence[int]
     fresh: set[int]  # of those, the first since the last step
-    inbox: Tensor | None
+    inbox: Tensor | None  # bytes
+    dtype: torch.dtype
 
 
 class Arrivals:
@@ -32,11 +34,9 @@ class Arrivals:
     A gradient leaves its parameter at once, and its memory when it has been carried.
     """
 
-    def __init__(self, bus: Bus) -> None:
-        self._bus = bus
+    def __init__(self, bus: Bus, buffers: HostBuffers) -> None:
+        self._bus, self._buffers = bus, buffers  # of these come the inboxes
         self._under_way: deque[Arrival] = deque()
-        self._free: list[Tensor] = []  # inboxes
-        self.inboxes: list[Tensor] = []
 
     def send(self, bucket: HostBucket, params: Sequence[int] | None = None) -> None:
         """Those of `params`, by default of all, which are complete; waits if the bus is behind."""
@@ -67,12 +67,13 @@ class Arrivals:
         bucket.ready.difference_update(params)
         fresh = set(params) - bucket.came
         is_direct = len(fresh) == len(params) and grads[0].dtype == bucket.flat.dtype
-        inbox = None if is_direct else self._inbox(bucket.numel, grads[0].dtype)
-        views = bucket.views(bucket.flat_grads if inbox is None else inbox[: bucket.numel])
+        dtype = grads[0].dtype
+        inbox = None if is_direct else self._buffers.take(bucket.numel * dtype.itemsize)
+        views = bucket.views(bucket.flat_grads if inbox is None else inbox.view(dtype))
         pairs = [(grad, views[i]) for grad, i in zip(grads, params, strict=True)]
         transfer = self._bus.to_host(pairs, "gradients")
         bucket.came.update(params)
-        self._under_way.append(Arrival(bucket, transfer, params, fresh, inbox))
+        self._under_way.append(Arrival(bucket, transfer, params, fresh, inbox, dtype))
 
     @torch.no_grad()
     def _settle_oldest(self) -> None:
@@ -82,20 +83,14 @@ class Arrivals:
         if arrival.inbox is None:
             return
         bucket = arrival.bucket
-        grads, came = bucket.views(bucket.flat_grads), bucket.views(arrival.inbox[: bucket.numel])
+        grads = bucket.views(bucket.flat_grads)
+        came = bucket.views(arrival.inbox.view(arrival.dtype))
         for i in arrival.params:
             if i in arrival.fresh:
                 grads[i].copy_(came[i])
             else:
                 grads[i].add_(came[i])
-        self._free.append(arrival.inbox)
-
-    def _inbox(self, numel: int, dtype: torch.dtype) -> Tensor:
-        for i, inbox in enumerate(self._free):
-            if inbox.dtype == dtype and inbox.numel() >= numel:
-                return self._free.pop(i)
-        self.inboxes.append(self._bus.empty(numel, dtype))
-        return self.inboxes[-1]
+        self._buffers.give(arrival.inbox)
 
 
 def written_by_others(name: str) -> str:

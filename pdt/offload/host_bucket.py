@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pdt.flat import unflatten
 from pdt.offload.adam import HostAdamW
-from pdt.offload.bus import Bus, Pair
+from pdt.offload.bus import Bus, Pair, Transfer
 
 
 class HostBucket:
@@ -95,22 +95,39 @@ class HostBucket:
             self.returns.copy_(self.flat)
         return [(self._returned[i], self.params[i]) for i in used]
 
+    def returning(self, transfer: Transfer) -> None:
+        """What `step` has given is being carried."""
+
     @torch.no_grad()
-    def follow(self, written: Sequence[int], bus: Bus) -> None:
+    def follow(self, written: Sequence[int]) -> None:
         """The masters take over what was written to these parameters on the device."""
-        views = self.views(self.returns.clone())
+        views = self.views(self._bus.empty(self.numel, self.params[0].dtype))
         pairs = [(self.params[i].detach(), views[i]) for i in written]
-        bus.to_host(pairs, "parameters").wait()
+        self._bus.to_host(pairs, "parameters").wait()
         for i in written:
-            master, shown = self.masters[i], views[i]
-            differs = master.to(shown.dtype) != shown
-            torch.where(differs, shown.to(master.dtype), master, out=master)
+            self._adopt(i, views[i])
             self.versions[i] = self.params[i]._version
 
-    def state_of(self, i: int) -> dict[str, Any]:
+    def _adopt(self, i: int, shown: Tensor) -> None:
+        """The master stays where it is only finer than what its parameter shows."""
+        master = self.masters[i]
+        differs = master.to(shown.dtype) != shown
+        torch.where(differs, shown.to(master.dtype), master, out=master)
+
+    def read(self) -> None:
+        """The masters are the device's parameters."""
+        pairs = [(p.detach(), v) for p, v in zip(self.params, self.views(self.flat), strict=True)]
+        self._bus.to_host(pairs, "parameters").wait()
+        self.versions = [param._version for param in self.params]
+
+    def state_of(self, i: int) -> Mapping[str, Any]:
         """The state of parameter `i` as torch has it, and its master."""
         master = self.masters[i]
         return {**self.optim.state.get(master, {}), "master_param": master.detach()}
+
+    def whole_state_of(self, i: int) -> dict[str, Any]:
+        """As `state_of`, in memory."""
+        return dict(self.state_of(i))
 
     @torch.no_grad()
     def set_state(self, i: int, state: Mapping[str, Any]) -> None:

@@ -4,6 +4,7 @@ the gradients that arrive there, and what it saves and loads."""
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Any
@@ -15,7 +16,11 @@ from pdt.buckets import assign_buckets
 from pdt.offload.arrivals import Arrivals, written_by_others
 from pdt.offload.bus import Bus, bus_of
 from pdt.offload.checks import check_dense, names_of, on_host
+from pdt.offload.filed_bucket import FiledBucket, open_window
+from pdt.offload.files import TensorFiles
 from pdt.offload.host_bucket import HostBucket
+from pdt.offload.host_buffers import HostBuffers
+from pdt.offload.nvme import SwapWindow
 
 
 class HostedOptimizer(torch.optim.Optimizer):
@@ -29,12 +34,16 @@ class HostedOptimizer(torch.optim.Optimizer):
         bus: Bus | None,
         transfer_cap_mb: float,
         during_backward: bool,
+        files: TensorFiles | None,
         **defaults: Any,
     ) -> None:
         self.buckets: list[HostBucket] = []
         self.transfer_cap_mb = transfer_cap_mb
         self._class, self._arguments = optimizer_class, defaults
-        self._during_backward = during_backward
+        self._during_backward, self._files = during_backward, files
+        self.window: SwapWindow | None = None  # to the files
+        self._planned: list[str] = []  # what is read for the step that comes
+        self._stepped: list[str] = []
         self._place: dict[Tensor, tuple[HostBucket, int]] = {}
         self._group_of: dict[HostBucket, int] = {}
         self._seen: dict[Tensor, Mapping[str, Any] | None] = {}  # what `state` holds of the buckets
@@ -44,7 +53,8 @@ class HostedOptimizer(torch.optim.Optimizer):
         super().__init__(params, dict(template.defaults))
         self._is_made = True
         self.bus = bus or bus_of(self._device)
-        self._arrivals = Arrivals(self.bus)
+        self._buffers = HostBuffers(self.bus)
+        self._arrivals = Arrivals(self.bus, self._buffers)
         self._lay_out()
 
     @property
@@ -56,7 +66,8 @@ class HostedOptimizer(torch.optim.Optimizer):
     def host_tensors(self) -> list[Tensor]:
         """What lies in the host's memory."""
         held = [tensor for bucket in self.buckets for tensor in bucket.host_tensors]
-        return held + self._arrivals.inboxes
+        window = [] if self.window is None else self.window.buffers
+        return held + window + self._buffers.tensors
 
     @property
     def optims(self) -> list[torch.optim.Optimizer]:
@@ -76,8 +87,9 @@ class HostedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _lay_out(self) -> None:
-        """Buckets for what is trained now; `state` says how they go on."""
+        """Buckets for what is trained now, which go on with the states that there are."""
         self._arrivals.settle_all()
+        states = {p: self._whole_state(p) for p in self.state}
         waiting = {
             bucket.params[i]: bucket.views(bucket.flat_grads)[i].clone()
             for bucket in self.buckets
@@ -88,11 +100,18 @@ class HostedOptimizer(torch.optim.Optimizer):
         self.buckets, self._place, self._group_of, self._hooks = [], {}, {}, []
         for index, group in enumerate(self.param_groups):
             self._make_buckets(index, group)
-        for param, grad in waiting.items():
-            if param in self._place:
-                bucket, i = self._place[param]
-                bucket.views(bucket.flat_grads)[i].copy_(grad)
-                bucket.came.add(i)
+        if self._files is not None:
+            self.window = open_window(self._files, self.buckets, self._buffers)
+            self._planned, self._stepped = [], []
+        for bucket in self.buckets:
+            bucket.read()
+            for i, param in enumerate(bucket.params):
+                if states.get(param):
+                    bucket.set_state(i, states[param])
+                self._seen[param] = self.state.get(param)
+                if param in waiting:
+                    bucket.views(bucket.flat_grads)[i].copy_(waiting[param])
+                    bucket.came.add(i)
 
     def _make_buckets(self, index: int, group: Mapping[str, Any]) -> None:
         named = {
@@ -105,17 +124,38 @@ class HostedOptimizer(torch.optim.Optimizer):
         for planned in assign_buckets(params, bucket_cap_mb=cap, first_bucket_mb=cap):
             held = [params[i] for i in planned.params]
             names = [named[param] for param in held]
-            bucket = HostBucket(held, names, self.bus, self._class, self._arguments)
+            kind = HostBucket if self._files is None else FiledBucket
+            bucket = kind(held, names, self.bus, self._class, self._arguments)
             self.buckets.append(bucket)
             self._group_of[bucket] = index
-            self._read(bucket)
             for i, param in enumerate(held):
                 self._place[param] = bucket, i
-                if self.state.get(param):
-                    bucket.set_state(i, self.state[param])
-                self._seen[param] = self.state.get(param)
                 if self._during_backward and param.requires_grad:
                     self._listen(param)
+
+    def _whole_state(self, param: Tensor) -> Mapping[str, Any]:
+        """What `state` says of it, with what it does not show because it lies in files."""
+        shown = self.state[param]
+        if shown is not self._seen.get(param) or param not in self._place:
+            return shown  # somebody has put it there
+        bucket, i = self._place[param]
+        return bucket.whole_state_of(i)
+
+    def _plan_reads(self, *, again: bool = False) -> None:
+        """Begin to read what will be stepped, as far as it is in files: what has a gradient, or
+        `again` what was stepped last."""
+        if self.window is None or (again and self._planned):
+            return
+        if again:  # behind what a late update may still be reading
+            self._planned = self._stepped
+            self.window.plan(self._planned)
+            return
+        came = [bucket for bucket in self.buckets if bucket.came]
+        self._stepped = [b.file_name for b in came if isinstance(b, FiledBucket)]
+        if self._stepped != self._planned:
+            self.window.drop()
+            self.window.plan(self._stepped)
+        self._planned = []
 
     def _listen(self, param: Tensor) -> None:
         optimizer = weakref.ref(self)  # a parameter must not keep its optimizer alive
@@ -127,12 +167,6 @@ class HostedOptimizer(torch.optim.Optimizer):
 
         self._hooks.append(param.register_post_accumulate_grad_hook(left))
 
-    def _read(self, bucket: HostBucket) -> None:
-        """The host's masters are the device's parameters."""
-        pairs = list(zip(bucket.params, bucket.views(bucket.flat), strict=True))
-        self.bus.to_host([(p.detach(), view) for p, view in pairs], "parameters").wait()
-        bucket.versions = [param._version for param in bucket.params]
-
     # Gradients
 
     def _grad_is_complete(self, param: Tensor) -> None:
@@ -141,6 +175,7 @@ class HostedOptimizer(torch.optim.Optimizer):
             return  # stage 3 has gathered it, and hands the shard's gradient out later
         if param.grad is None:
             raise RuntimeError(written_by_others(bucket.names[i]))
+        self._plan_reads(again=True)
         bucket.ready.add(i)
         if len(bucket.ready) == len(bucket.params):
             self._arrivals.send(bucket)
@@ -171,8 +206,14 @@ class HostedOptimizer(torch.optim.Optimizer):
     # What is saved
 
     def state_dict(self) -> dict[str, Any]:
+        """As the plain optimizer's, with masters; what lies in files is read for it."""
         self.synchronize()
-        return super().state_dict()
+        shown = self.state
+        self.state = defaultdict(dict, {p: self._whole_state(p) for p in shown})
+        try:
+            return super().state_dict()
+        finally:
+            self.state = shown
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Of this class, or of the plain optimizer; states go to the host, in full precision."""

@@ -21,10 +21,12 @@ from pdt.comm.norm import norm_over_ranks
 from pdt.measure.timeline import Span
 from pdt.offload.adam import HostAdamW
 from pdt.offload.bus import Bus, Pair, Transfer
+from pdt.offload.files import TensorFiles
 from pdt.offload.host_bucket import HostBucket
 from pdt.offload.hosted import HostedOptimizer
 from pdt.offload.late import Late
 
+UNDER_WAY = 2  # buckets at once that return
 Update = tuple[HostBucket, Sequence[int], list[Pair]]  # which parameters, and what is to return
 
 
@@ -46,9 +48,15 @@ class OffloadedOptimizer(HostedOptimizer):
     delay_after: from so many steps on, each update is applied one step late, and is computed while
         the device does the next forward and backward (section 5.2); None for never.
 
+    files: keep masters and states there, and in memory only the three buckets that are being read,
+        stepped and written; the gradients stay in memory. For Adam and its kin, whose states begin
+        at zero (`HostAdamW`, torch's Adam and AdamW).
+
     With stage 3, give it the sharded module's parameters, whose gradients leave in `step`. With
-    stages 1 and 2, it is what they step: `Zero1(params, OffloadedAdamW, bus=bus, lr=...)`. Raises ValueError, with the name, for
-    parameters with gaps or overlaps in memory, and for sparse gradients.
+    stages 1 and 2, it is what they step: `Zero1(params, OffloadedAdamW, bus=bus, lr=...)`.
+
+    Raises ValueError, with the name, for parameters with gaps or overlaps in memory, and for sparse
+    gradients.
     """
 
     def __init__(
@@ -60,12 +68,13 @@ class OffloadedOptimizer(HostedOptimizer):
         transfer_cap_mb: float = 8.0,
         during_backward: bool = True,
         delay_after: int | None = None,
+        files: TensorFiles | None = None,
         **defaults: Any,
     ) -> None:
         self.delay_after = delay_after
         self.host_spans: deque[Span] = deque(maxlen=10_000)  # of the latest updates
         self._late: Late[Update] = Late()
-        self._returns: list[tuple[HostBucket, Sequence[int], Transfer]] = []
+        self._returns: deque[tuple[HostBucket, Sequence[int], Transfer]] = deque()
         self._scale = 1.0  # by which the gradients are divided in the next step
         self._steps = 0
         super().__init__(
@@ -74,6 +83,7 @@ class OffloadedOptimizer(HostedOptimizer):
             bus=bus,
             transfer_cap_mb=transfer_cap_mb,
             during_backward=during_backward,
+            files=files,
             **defaults,
         )
 
@@ -129,6 +139,7 @@ class OffloadedOptimizer(HostedOptimizer):
         self.synchronize()
         is_late = self.delay_after is not None and self._steps >= self.delay_after
         self._take_over()
+        self._plan_reads()
         if is_late:
             self._arrivals.settle_all()
             self._late.start([self._update_of(b, apart=True) for b in self.buckets if b.came])
@@ -169,16 +180,20 @@ class OffloadedOptimizer(HostedOptimizer):
     def _return(self, update: Update) -> None:
         """Begin to carry the parameters back; `state` shows the states."""
         bucket, used, pairs = update
-        self._returns.append((bucket, used, self.bus.to_device(pairs)))
+        self._wait_for_returns(UNDER_WAY)
+        transfer = self.bus.to_device(pairs)
+        bucket.returning(transfer)
+        self._returns.append((bucket, used, transfer))
         for i in used:
             self.state[bucket.params[i]] = self._seen[bucket.params[i]] = bucket.state_of(i)
 
-    def _wait_for_returns(self) -> None:
-        for bucket, used, transfer in self._returns:
+    def _wait_for_returns(self, besides: int = 0) -> None:
+        """Until so many are still under way."""
+        while len(self._returns) > besides:
+            bucket, used, transfer = self._returns.popleft()
             transfer.wait()
             for i in used:
                 bucket.versions[i] = bucket.params[i]._version
-        self._returns.clear()
 
     def _take_over(self) -> None:
         """What others have written meanwhile: states that were loaded, parameters."""
@@ -190,7 +205,7 @@ class OffloadedOptimizer(HostedOptimizer):
             written = [i for i in bucket.came if bucket.params[i]._version != bucket.versions[i]]
             if written:
                 self._arrivals.settle(bucket)
-                bucket.follow(written, self.bus)
+                bucket.follow(written)
 
 
 class OffloadedAdamW(OffloadedOptimizer):

@@ -51,19 +51,57 @@ def activation_nbytes(
     *,
     element_nbytes: int = 2,
     statistic_nbytes: int = 0,
-) -> int:
+    recompute: str = "none",
+    tp_size: int = 1,
+) -> float:
     """What one transformer layer keeps for backward; with two-byte elements sbh(34 + 5as/h).
 
-    Korthikanti et al. 2022, section 4.1 (arXiv:2205.05198): unfused attention, GELU, and dropout
-    with masks of one byte after the softmax and after both projections. Each of two layer norms
-    also keeps a mean and a deviation per token, of `statistic_nbytes` each: 4 on CUDA, an element's
-    size on CPU; the paper counts 0.
+    Korthikanti et al. 2022, sections 4 and 5, Table 2 (arXiv:2205.05198): unfused attention, GELU,
+    and dropout with masks of one byte after the softmax and after both projections. Each of two
+    layer norms also keeps a mean and a deviation per token, of `statistic_nbytes` each: 4 on CUDA,
+    an element's size on CPU; the paper counts 0.
+
+    `recompute="selective"` runs the core of attention again, scores to product with V, and keeps
+    34sbh; "full" runs the layer again and keeps its input, 2sbh. Tensor parallelism over `tp_size`
+    ranks divides what lies between a column- and a row-parallel product:
+    sbh(10 + 24/t + 5as/(ht)) on each. Where the sequence is sharded, too, everything is divided:
+    take `tp_size=1` and a t-th of the result. Raises ValueError for what it does not know.
     """
+    _check_recompute(recompute)
+    if tp_size < 1:
+        raise ValueError(f"tp_size={tp_size}: it is 1 or more")
     tokens = seq_len * batch_size
     sbh, as2b = tokens * hidden_size, num_heads * seq_len * tokens
-    elements = 16 * sbh + 2 * as2b  # qkv 1, q and k 2, v 1, proj 1, norms 2, mlp 9; two scores
-    masks = 2 * sbh + as2b  # of dropout
-    return element_nbytes * elements + masks + 2 * 2 * tokens * statistic_nbytes
+    if recompute == "full":
+        return element_nbytes * sbh
+    whole = element_nbytes * 4 * sbh + 2 * sbh  # inputs of norms, of qkv, of fc; two masks
+    whole += 2 * 2 * tokens * statistic_nbytes
+    split = element_nbytes * 12 * sbh  # q, k, v 3, of proj 1, of GELU 4, of proj 4
+    if recompute == "none":
+        split += (2 * element_nbytes + 1) * as2b  # scores before and after dropout, its mask
+    return whole + split / tp_size if tp_size > 1 else whole + split
+
+
+def layer_flops(
+    seq_len: int, batch_size: int, hidden_size: int, recompute: str = "none"
+) -> dict[str, int]:
+    """Operations of a layer's matrix products in a step: "forward", "backward", "recompute".
+
+    Forward: 24sbh² in the products with weights, 4s²bh in the core of attention, all of its square;
+    backward twice that; again what `recompute` runs a second time. Narayanan et al. 2021, appendix
+    (arXiv:2104.04473); Korthikanti et al. 2022, section 5, whose overheads of 2.7 % (GPT-3) and
+    1.6 % (MT-NLG) for selective recomputation are shares of forward.
+    """
+    _check_recompute(recompute)
+    core = 4 * seq_len * seq_len * batch_size * hidden_size
+    forward = 24 * seq_len * batch_size * hidden_size**2 + core
+    again = {"none": 0, "selective": core, "full": forward}[recompute]
+    return {"forward": forward, "backward": 2 * forward, "recompute": again}
+
+
+def _check_recompute(recompute: str) -> None:
+    if recompute not in ("none", "selective", "full"):
+        raise ValueError(f"recompute={recompute!r} is none of none, selective, full")
 
 
 def zero_nbytes(numel: int, n: int, stage: int) -> float:

@@ -32,6 +32,7 @@ def examine(checkout: Path) -> Iterator[Finding]:
     yield probes.loopback()
     yield probes.temporary_folder()
     yield probes.descriptors(probes.descriptor_limit())
+    yield probes.compiler()
     yield probes.namespaces()
     yield probes.writable(checkout)
 

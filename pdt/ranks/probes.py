@@ -193,6 +193,14 @@ def descriptor_limit() -> int | None:
     return None if soft == resource.RLIM_INFINITY else soft
 
 
+def compiler() -> Finding:
+    """Whether a C compiler is on the path; it is not run."""
+    found = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+    costs = "AdamW on the host runs on torch alone: the same results, in more passes over memory"
+    fix = "a C compiler, as `gcc` or `clang`"
+    return Finding("C compiler", found is not None, found or "none on the path", costs, fix)
+
+
 def namespaces() -> Finding:
     """Whether a private network can be made and throttled."""
     costs = "no really throttled network and no hosts in namespaces; the emulated link remains"
