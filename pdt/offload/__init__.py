@@ -5,7 +5,8 @@
 """
 
 from pdt.offload.adam import HostAdamW
-from pdt.offload.bus import Bus, bus_of
+from pdt.offload.bus import Bus
+from pdt.offload.cuda_bus import bus_of
 from pdt.offload.optimizer import OffloadedAdamW, OffloadedOptimizer
 from pdt.offload.scaler import OffloadedGradScaler
 from pdt.offload.streamed import StreamedLinear

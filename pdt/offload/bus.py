@@ -1,9 +1,9 @@
 """The way between a device and its host: copies that run while both of them compute.
 
-Of a GPU it is its own: pinned memory, and a stream for each direction. Elsewhere the bus is
-emulated: tensors of "the device" and of "the host" lie in the same memory, a thread for each
-direction really copies them, and a transfer is over when a wire of the given bandwidth would have
-carried it. Waiting uses no core, so what is hidden behind computation is really hidden.
+A GPU has its own (`cuda_bus`). Elsewhere the bus is emulated: tensors of "the device" and of "the
+host" lie in the same memory, a thread for each direction really copies them, and a transfer is over
+when a wire of the given bandwidth would have carried it. Waiting uses no core, so what is hidden
+behind computation is really hidden.
 """
 
 from __future__ import annotations
@@ -70,29 +70,7 @@ class Transfer:
         self._done.set()
 
 
-class _CudaTransfer(Transfer):
-    """Its end is an event: a device waits for it on its stream, a host in `wait`."""
-
-    def __init__(self, pairs: Sequence[Pair], direction: str, name: str) -> None:
-        super().__init__(pairs, direction, name)
-        self.began = torch.cuda.Event(enable_timing=True)
-        self.ended = torch.cuda.Event(enable_timing=True)
-
-    def wait(self) -> None:
-        if self.direction == TO_HOST:
-            self.finish()
-        else:
-            torch.cuda.current_stream().wait_event(self.ended)
-
-    def finish(self) -> None:
-        self.ended.synchronize()
-        self._pairs = ()
-
-    def is_completed(self) -> bool:
-        done = self.ended.query()
-        if done:
-            self._pairs = ()
-        return done
+Lane = tuple["queue.SimpleQueue[Transfer | None]", threading.Thread]  # of one direction
 
 
 class Bus:
@@ -109,7 +87,7 @@ class Bus:
         self.transfers: deque[Transfer] = deque(maxlen=_REMEMBERED)
         self._nbytes: Counter[str] = Counter()
         self._calls: Counter[str] = Counter()
-        self._lanes: dict[str, queue.SimpleQueue[Transfer | None]] = {}
+        self._lanes: dict[str, Lane] = {}
         self._end = weakref.finalize(self, _end_lanes, self._lanes)
         self._lock = threading.Lock()
 
@@ -156,15 +134,16 @@ class Bus:
 
     def close(self) -> None:
         """End the threads, after what is under way; a later transfer starts new ones."""
-        _end_lanes(self._lanes)
+        for thread in _end_lanes(self._lanes):
+            thread.join(_TIMEOUT_S)
 
     def _start(self, pairs: Sequence[Pair], direction: str, name: str) -> Transfer:
-        _check(pairs, direction, name)
+        check_pairs(pairs, direction, name)
         transfer = Transfer(pairs, direction, name)
         with self._lock:
             if direction not in self._lanes:
                 self._lanes[direction] = _new_lane(self.link or Link(0.0, float("inf")))
-            self._lanes[direction].put(transfer)
+            self._lanes[direction][0].put(transfer)
             self._note(transfer)
         return transfer
 
@@ -177,61 +156,14 @@ class Bus:
         return transfer.start_s, transfer.end_s
 
 
-class CudaBus(Bus):
-    """The bus of a CUDA device, which must be the current one: pinned memory, two streams."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(None)
-        self.device = device
-        self._streams = {d: torch.cuda.Stream(device) for d in (TO_HOST, TO_DEVICE)}
-        self._under_way: dict[str, deque[Transfer]] = {d: deque() for d in self._streams}
-        self._zero = torch.cuda.Event(enable_timing=True)
-        self._zero.record()
-        self._zero.synchronize()
-        self._zero_s = time.perf_counter()
-
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(numel, dtype=dtype, pin_memory=True)
-
-    def _start(self, pairs: Sequence[Pair], direction: str, name: str) -> Transfer:
-        _check(pairs, direction, name)
-        transfer, stream = _CudaTransfer(pairs, direction, name), self._streams[direction]
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.no_grad(), torch.cuda.stream(stream):
-            transfer.began.record()
-            for source, target in pairs:
-                target.copy_(source, non_blocking=True)
-            transfer.ended.record()
-        self._note(transfer)
-        self._let_go(direction)
-        self._under_way[direction].append(transfer)
-        return transfer
-
-    def _let_go(self, direction: str) -> None:
-        """Of the tensors of what has ended; nobody else may ask for it."""
-        under_way = self._under_way[direction]
-        while under_way and under_way[0].is_completed():
-            under_way.popleft()
-
-    def _times_s(self, transfer: Transfer) -> tuple[float, float]:
-        assert isinstance(transfer, _CudaTransfer)
-        events = (transfer.began, transfer.ended)
-        first, last = (self._zero_s + self._zero.elapsed_time(event) / 1e3 for event in events)
-        return first, last
-
-
-def bus_of(device: torch.device, link: Link | None = None) -> Bus:
-    """The device's own bus, or an emulated one where the device is a CPU."""
-    return CudaBus(device) if device.type == "cuda" else Bus(link)
-
-
 def _known(direction: str) -> str:
     if direction not in (TO_HOST, TO_DEVICE):
         raise ValueError(f"direction={direction!r} is neither {TO_HOST!r} nor {TO_DEVICE!r}")
     return direction
 
 
-def _check(pairs: Sequence[Pair], direction: str, name: str) -> None:
+def check_pairs(pairs: Sequence[Pair], direction: str, name: str) -> None:
+    """ValueError when a tensor does not go into its place."""
     for source, target in pairs:
         if source.shape != target.shape:
             raise ValueError(
@@ -240,15 +172,16 @@ def _check(pairs: Sequence[Pair], direction: str, name: str) -> None:
             )
 
 
-def _new_lane(link: Link) -> queue.SimpleQueue[Transfer | None]:
-    lane: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
-    threading.Thread(target=_carry, args=(lane, link), daemon=True, name="pdt-bus").start()
-    return lane
+def _new_lane(link: Link) -> Lane:
+    waiting: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
+    thread = threading.Thread(target=_carry, args=(waiting, link), daemon=True, name="pdt-bus")
+    thread.start()
+    return waiting, thread
 
 
-def _carry(lane: queue.SimpleQueue[Transfer | None], link: Link) -> None:
+def _carry(waiting: queue.SimpleQueue[Transfer | None], link: Link) -> None:
     """One direction: a transfer is over when it has been copied and its time has passed."""
-    while (transfer := lane.get()) is not None:
+    while (transfer := waiting.get()) is not None:
         start_s = time.perf_counter()
         transfer.run()
         left_s = start_s + link.latency_s + transfer.nbytes / link.bandwidth - time.perf_counter()
@@ -258,6 +191,11 @@ def _carry(lane: queue.SimpleQueue[Transfer | None], link: Link) -> None:
         del transfer  # its tensors end with their user's
 
 
-def _end_lanes(lanes: dict[str, queue.SimpleQueue[Transfer | None]]) -> None:
+def _end_lanes(lanes: dict[str, Lane]) -> list[threading.Thread]:
+    """Tell the threads to end after what waits; returns them."""
+    told = []
     while lanes:
-        lanes.popitem()[1].put(None)
+        _, (waiting, thread) = lanes.popitem()
+        waiting.put(None)
+        told.append(thread)
+    return told

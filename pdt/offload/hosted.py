@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from pdt.buckets import assign_buckets
 from pdt.offload.arrivals import Arrivals, written_by_others
-from pdt.offload.bus import Bus, bus_of
+from pdt.offload.bus import Bus
 from pdt.offload.checks import check_dense, names_of, on_host
+from pdt.offload.cuda_bus import bus_of
 from pdt.offload.filed_bucket import FiledBucket, open_window
 from pdt.offload.files import TensorFiles
 from pdt.offload.host_bucket import HostBucket
