@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class Recorder:
-    """A pytest plugin that keeps one row for each test."""
+    """A pytest plugin that keeps one row for each test, with the figures that it recorded."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
@@ -24,7 +24,8 @@ class Recorder:
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.when == "call" or report.outcome != "passed":
             row = {"test": report.nodeid, "outcome": report.outcome}
-            self.rows.append({**row, "time_s": round(report.duration, 3)})
+            figures = dict(report.user_properties)  # of the fixture record_property
+            self.rows.append({**row, "time_s": round(report.duration, 3), **figures})
 
 
 def files(tests: Path) -> list[str]:
