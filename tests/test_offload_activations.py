@@ -19,7 +19,8 @@ from pdt.model import GPT, GPTConfig
 from pdt.model.gpt import Block
 from pdt.offload import Bus
 from pdt.offload.activations import ActivationOffload, offload_activations
-from pdt.offload.bus import TO_DEVICE, TO_HOST, Transfer, bus_of
+from pdt.offload.bus import TO_DEVICE, TO_HOST, Transfer
+from pdt.offload.cuda_bus import bus_of
 from pdt.offload.checkpoint import checkpoint
 from pdt.offload.host_buffers import HostBuffers
 from pdt.zero import fully_shard

@@ -108,10 +108,13 @@ def test_one_pass_is_the_loop(
 
 
 @passes
-def test_one_pass_replaces_unscale_and_copy(one_pass: Callable[..., None]) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_one_pass_replaces_unscale_and_copy(
+    one_pass: Callable[..., None], dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
-    p, grad = torch.randn(1025), torch.randn(1025)
-    right = own_steps(one_pass, p, [grad / 64], Settings())
+    p, grad = torch.randn(1025), torch.randn(1025).to(dtype)
+    right = own_steps(one_pass, p, [grad.float() / 64], Settings())
     ours = p.clone(), torch.zeros(1025), torch.zeros(1025), torch.empty(1025, dtype=torch.bfloat16)
     before = grad.clone()
     one_pass([ours[0]], [grad], [ours[1]], [ours[2]], 1, grad_scale=64.0, copies=[ours[3]])
@@ -389,8 +392,8 @@ def test_loading_keeps_float32_moments_of_16_bit_parameters() -> None:
 
 
 def test_hooks_on_loading_see_and_change_what_is_loaded() -> None:
-    param = nn.Parameter(torch.zeros(3))
-    param.grad = torch.ones(3)
+    param = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+    param.grad = torch.ones(3, dtype=torch.bfloat16)
     ours, seen = HostAdamW([param]), []
     ours.step()
     saved = ours.state_dict()

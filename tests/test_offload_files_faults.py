@@ -18,8 +18,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from pdt.offload.aligned import BLOCK_NBYTES
+from pdt.offload.aligned import BLOCK_NBYTES, BOUNCE_NBYTES
 from pdt.offload.files import DamagedFile, TensorFiles
+from pdt.offload.tensor_file import checksum
 
 NUMEL = 3000  # 12,000 bytes: three blocks, the last partly filled
 BOTH = pytest.mark.parametrize("checksums", [True, False], ids=["checksums", "none"])
@@ -83,6 +84,31 @@ def test_a_bit_that_flips_anywhere_is_seen(store, place, bit):
         return old[:at] + bytes([old[at] ^ 1 << bit]) + old[at + 1 :]
 
     damage(store, flip, match)
+
+
+def test_blocks_that_have_changed_places_are_seen(store):
+    def swap(old):
+        one, two = old[BLOCK_NBYTES : 2 * BLOCK_NBYTES], old[2 * BLOCK_NBYTES : 3 * BLOCK_NBYTES]
+        return old[:BLOCK_NBYTES] + two + one + old[3 * BLOCK_NBYTES :]
+
+    damage(store, swap, "'w' have changed since write 1")
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, BOUNCE_NBYTES + 5, 2 * BOUNCE_NBYTES])
+def test_a_checksum_is_of_the_bytes_wherever_they_lie(nbytes):
+    generator = torch.Generator().manual_seed(nbytes)
+    whole = torch.randint(0, 256, (nbytes + 8,), generator=generator, dtype=torch.uint8)
+    seen = set()
+    for start in (0, 1, 4, 8):
+        moved = torch.empty_like(whole)[start:][:nbytes]
+        moved.copy_(whole[:nbytes])
+        seen.add(checksum(moved))
+    assert len(seen) == 1
+    for at in {0, nbytes // 2, nbytes - 1} - {-1}:
+        if nbytes:
+            moved[at] ^= 1
+            assert checksum(moved) not in seen
+            moved[at] ^= 1
 
 
 @BOTH

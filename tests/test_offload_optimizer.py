@@ -331,10 +331,10 @@ def test_gaps_overlaps_and_sparse_gradients_are_refused_by_name(bus: Bus) -> Non
     with pytest.raises(ValueError, match=r"gap .*strides \(4, 1\)"):
         OffloadedAdamW([("gap", gap)], bus=bus)
     table = nn.Embedding(4, 3, sparse=True)
-    optimizer = OffloadedAdamW(table.named_parameters(), bus=bus)
+    kept = OffloadedAdamW(table.named_parameters(), bus=bus)
     with pytest.raises(ValueError, match="gradient of weight is sparse"):
         table(torch.tensor([1])).sum().backward()
-        optimizer.step()
+    assert kept.buckets
 
 
 def test_an_error_of_the_host_is_raised_where_the_update_is_taken(bus: Bus) -> None:
@@ -349,8 +349,12 @@ def test_an_error_of_the_host_is_raised_where_the_update_is_taken(bus: Bus) -> N
         )
         backward(model)
         with pytest.raises(ArithmeticError, match="the host has failed"):
-            optimizer.step()
-            optimizer.synchronize()
+            optimizer.step() if delay_after is None else take_late(optimizer)
+
+
+def take_late(optimizer: OffloadedOptimizer) -> None:
+    optimizer.step()
+    optimizer.synchronize()
 
 
 def test_its_parameters_do_not_keep_an_optimizer_alive(bus: Bus) -> None:
@@ -372,3 +376,58 @@ def test_the_host_holds_what_the_formula_says(bus: Bus) -> None:
     held = sum(t.untyped_storage().nbytes() for t in optimizer.host_tensors)
     inboxes = 2 * 32 * 32 * 2  # of two transfers, for they come in 16 bits
     assert held == numel * (4 + 4 + 8 + 2) + 4 * 4 + inboxes  # and four step counts
+
+
+@pytest.mark.parametrize("delay_after", [None, 1])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_forward_that_waits_computes_the_same(delay_after: int | None, parts: int) -> None:
+    models = twins()
+    with Bus(Link(1e-3, 1e6)) as slow:
+        for model, waits in zip(models, (True, False), strict=True):
+            optimizer = OffloadedAdamW(
+                model.parameters(),
+                bus=slow,
+                transfer_cap_mb=1e-4,
+                delay_after=delay_after,
+                **SETTINGS,
+            )
+            if waits:
+                optimizer.wait_in_forward(model)
+            train(model, optimizer, range(5), parts)
+            optimizer.synchronize()
+    for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_step_does_not_wait_where_forward_does() -> None:
+    model = linear()
+    transfer_s = 10e-3
+    with Bus(Link(transfer_s, float("inf"))) as slow:
+        optimizer = OffloadedAdamW(model.parameters(), bus=slow, transfer_cap_mb=0.0, **SETTINGS)
+        optimizer.wait_in_forward(model)
+        first = model[0].weight.detach().clone()
+        backward(model)
+        optimizer.grads()  # all have arrived
+        optimizer.step()
+        assert slow.calls("to device") < 4  # the last layer's, at least, is still to come
+        seen = {key: value.clone() for key, value in model.state_dict().items()}
+        assert slow.calls("to device") == 4
+        assert not torch.equal(seen["0.weight"], first)
+        optimizer.synchronize()
+        assert torch.equal(seen["3.weight"], model[3].weight)
+        order = [t.name for t in slow.transfers]
+        assert order.count("parameters") == 8  # read once by the host, returned once
+
+
+def test_an_error_of_the_host_is_raised_by_the_forward_that_waits(bus: Bus) -> None:
+    class Broken(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            raise ArithmeticError("the host has failed")
+
+    model = linear()
+    optimizer = OffloadedOptimizer(model.parameters(), Broken, bus=bus, lr=0.1)
+    optimizer.wait_in_forward(model)
+    backward(model)
+    optimizer.step()
+    with pytest.raises(ArithmeticError, match="the host has failed"):
+        backward(model)

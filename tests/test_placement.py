@@ -12,7 +12,7 @@ from pdt.plan.placement import (
     EDGES,
     NODES,
     best_placement,
-    crossing_nbytes,
+    bus_nbytes,
     device_nbytes,
     placements,
 )
@@ -39,19 +39,19 @@ def test_table_1_of_zero_offload_but_for_its_last_memory(row: dict[str, str]) ->
     is_misprinted = row is TABLE_1[-1]  # it says 8 times less, and 4M
     assert row["memory"] == ("4M" if is_misprinted else f"{nbytes}M")
     assert round(16 / nbytes, 2) == row["reduction"]
-    assert crossing_nbytes(on_device, EDGES) == (0 if len(on_device) == 4 else 4)
+    assert bus_nbytes(on_device, EDGES) == (0 if len(on_device) == 4 else 4)
 
 
 def test_every_other_cut_with_the_computation_on_the_device_costs_half_as_much_again() -> None:
     others = [on for on in COMPUTING if on not in [placement_of(row) for row in TABLE_1]]
     assert len(others) == 4
-    assert min(crossing_nbytes(on, EDGES) for on in others) == 6
+    assert min(bus_nbytes(on, EDGES) for on in others) == 6
 
 
 def test_zero_offloads_placement_is_the_only_one_of_least_memory_at_least_traffic() -> None:
     saving = [on for on in COMPUTING if device_nbytes(on, NODES) < 16]
-    least = min(crossing_nbytes(on, EDGES) for on in saving)
-    cheap = [on for on in saving if crossing_nbytes(on, EDGES) == least]
+    least = min(bus_nbytes(on, EDGES) for on in saving)
+    cheap = [on for on in saving if bus_nbytes(on, EDGES) == least]
     smallest = min(device_nbytes(on, NODES) for on in cheap)
     found = [on for on in cheap if device_nbytes(on, NODES) == smallest]
     assert (least, smallest, found) == (4, 2, [frozenset({"forward-backward", "p16"})])
@@ -66,7 +66,7 @@ def test_a_cut_costs_the_same_from_either_side(memory: list[int], data: st.DataO
     edges = {pair: data.draw(SUMS) for pair in pairwise(names)}
     for on_device in placements(names):
         others = frozenset(names) - on_device
-        assert crossing_nbytes(on_device, edges) == crossing_nbytes(others, edges)
+        assert bus_nbytes(on_device, edges) == bus_nbytes(others, edges)
 
 
 def test_no_room_for_what_must_be_on_the_device_is_an_error_that_says_so() -> None:

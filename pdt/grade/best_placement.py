@@ -9,7 +9,7 @@ from pdt.grade.dice import Dice
 from pdt.grade.exercise import Exercise, Property, Run, Trial, Wrong
 from pdt.grade.expect import expect
 from pdt.plan import placement
-from pdt.plan.placement import EDGES, NODES, crossing_nbytes, device_nbytes
+from pdt.plan.placement import EDGES, NODES, bus_nbytes, device_nbytes
 
 PAPER = "the four nodes of ZeRO-Offload"
 Edges = dict[tuple[str, str], int]
@@ -88,9 +88,9 @@ def _least(run: Run) -> tuple[int, int, int, int]:
     found, nodes, edges, pinned, budget = _found(run)
     best = placement.best_placement(nodes, edges, pinned, budget)
     return (
-        crossing_nbytes(found, edges),
+        bus_nbytes(found, edges),
         device_nbytes(found, nodes),
-        crossing_nbytes(best, edges),
+        bus_nbytes(best, edges),
         device_nbytes(best, nodes),
     )
 

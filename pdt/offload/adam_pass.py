@@ -1,7 +1,8 @@
 """AdamW in one pass over memory, with what stands before and behind it: unscale, clip, cast.
 
 The compiled kernel reads each number once and writes it once. Where there is none, torch does the
-same in chunks that stay in a cache, so that memory still sees one pass.
+same chunk by chunk: at the pace of its fused AdamW with the passes around it, but without changing
+the gradients and without room for another copy of them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pdt.flat import is_dense
 from pdt.offload import kernel
 from pdt.offload.adam_steps import DEFAULT, Settings, Tensors, adamw_fused
 
-CHUNK_NUMEL = 2**19  # some 10 MB of all: they fit in a cache, and take longer than the calls
+CHUNK_NUMEL = 2**20  # many times longer than starting the threads of four operations takes
 DTYPES = {*kernel.KINDS, torch.float64}
 Lists = tuple[list[Any], list[Any], list[Any], list[Any], list[Any]]  # as OTHERS, params first
 OTHERS = ("grads", "exp_avgs", "exp_avg_sqs", "copies")
@@ -62,7 +63,7 @@ def adamw_in_chunks(
     grad_scale: float = 1.0,
     copies: list[Tensor | None] | None = None,
 ) -> None:
-    """What `adamw_one_pass` does, by torch alone: a few passes over chunks that stay in a cache."""
+    """What `adamw_one_pass` does, by torch alone, in three passes over each chunk."""
     tensors = (params, grads, exp_avgs, exp_avg_sqs, copies or [None] * len(params))
     _check(*tensors)
     run_in_chunks(tensors, step, settings, grad_scale)
@@ -83,26 +84,16 @@ def run_one_pass(tensors: Lists, step: int, settings: Settings, grad_scale: floa
 def run_in_chunks(tensors: Lists, step: int, settings: Settings, grad_scale: float) -> None:
     """`adamw_in_chunks` of tensors that are known to fit."""
     factor = 1 / _positive(grad_scale)
-    longest = min(CHUNK_NUMEL, max((p.numel() for p in tensors[0]), default=0))
+    longest = min(CHUNK_NUMEL, sum(p.numel() for p in tensors[0]))
     room = {dtype: torch.empty(2, longest, dtype=dtype) for dtype in {m.dtype for m in tensors[2]}}
-    for each in zip(*tensors, strict=True):
-        for p, g, m, v, copy in _chunks(*each):
-            grads, params = room[m.dtype]  # used again and again, so that they stay in the cache
-            grad, wide = _widened(g, factor, grads), _widened(p, 1.0, params)
-            adamw_fused([wide], [grad], [m], [v], step, settings)
-            for target in (p, copy):
-                if target is not None and target is not wide:
-                    target.copy_(wide)
+    for batch in _batches(tensors):
+        params, grads, exp_avgs, exp_avg_sqs, copies = map(list, zip(*batch, strict=True))
+        at = offsets(p.numel() for p in params)
+        grad_room, param_room = (row.split(_gaps(at, longest)) for row in room[exp_avgs[0].dtype])
+        grads = [_widened(g, factor, r) for g, r in zip(grads, grad_room, strict=False)]
+        wide = [_widened(p, 1.0, r) for p, r in zip(params, param_room, strict=False)]
+        adamw_fused(wide, grads, exp_avgs, exp_avg_sqs, step, settings)
     _mark_written(tensors)
-
-
-def _widened(chunk: Tensor, factor: float, room: Tensor) -> Tensor:
-    """The chunk times factor in the dtype of `room`: in place where that is the chunk itself."""
-    room = room[: chunk.numel()]
-    if chunk.dtype != room.dtype:
-        room.copy_(chunk)
-        return room.mul_(factor) if factor != 1 else room
-    return torch.mul(chunk, factor, out=room) if factor != 1 else chunk
 
 
 def _mark_written(tensors: Lists) -> None:

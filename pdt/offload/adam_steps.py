@@ -21,7 +21,6 @@ from torch import Tensor
 
 from pdt.offload import kernel
 
-CHUNK_NUMEL = 2**17  # of all tensors that one chunk reads or writes, 2 MiB: what a cache holds
 Tensors = list[Tensor]
 
 
@@ -115,7 +114,7 @@ def adamw_fused(
         exp_avgs,
         exp_avg_sqs,
         [],
-        [torch.tensor(float(step)) for _ in params],
+        [torch.tensor(float(step))] * len(params),
         amsgrad=False,
         lr=settings.lr,
         beta1=settings.betas[0],
@@ -124,6 +123,19 @@ def adamw_fused(
         eps=settings.eps,
         maximize=settings.maximize,
     )
+
+
+# Of float32 numbers other than the gradient: how many each element's step reads and writes, and how
+# many of the written ones lie in memory that is new. Operation by operation, these are param.mul_,
+# exp_avg.lerp_, exp_avg_sq.mul_, .addcmul_, .sqrt(), / root2, .add_ and param.addcdiv_.
+PASSES = {
+    "loop": (1 + 1 + 1 + 1 + 1 + 1 + 1 + 3, 8, 2),
+    "foreach": (1 + 1 + 1 + 1 + 1 + 1 + 1 + 3, 8, 1),
+    "fused": (3, 3, 0),
+    "one_pass": (3, 3, 0),
+}
+GRAD_READS = {"loop": 2, "foreach": 2, "fused": 1, "one_pass": 1}
+TRIAD_NBYTES = 16  # a = b + s * c: two read, one written and, for that, one more read
 
 
 def bytes_per_element(
@@ -148,19 +160,6 @@ def bytes_per_element(
     if variant != "one_pass":
         nbytes += 2 * grad_nbytes * scaled + 4 * bool(copy_nbytes)  # grad *= s; copy.copy_(param)
     return nbytes + (4 * new + copy_nbytes) * write_allocate
-
-
-# Of float32 numbers other than the gradient: how many each element's step reads and writes, and how
-# many of the written ones lie in memory that is new.
-#   param.mul_, exp_avg.lerp_, exp_avg_sq.mul_, .addcmul_, .sqrt(), / root2, .add_, param.addcdiv_
-PASSES = {
-    "loop": (1 + 1 + 1 + 1 + 1 + 1 + 1 + 3, 8, 2),
-    "foreach": (1 + 1 + 1 + 1 + 1 + 1 + 1 + 3, 8, 1),
-    "fused": (3, 3, 0),
-    "one_pass": (3, 3, 0),
-}
-GRAD_READS = {"loop": 2, "foreach": 2, "fused": 1, "one_pass": 1}
-TRIAD_NBYTES = 16  # a = b + s * c: two read, one written and, for that, one more read
 
 
 def triad(numel: int, repeats: int = 5, *, compiled: bool | None = None) -> float:

@@ -45,8 +45,8 @@ def is_aligned(data: Tensor) -> bool:
 
 
 def direct_works(folder: Path) -> bool:
-    """Whether the file system of `folder` takes `O_DIRECT`; raises OSError if none can write."""
-    probe = folder / f"direct-{os.getpid()}"
+    """Whether the file system of `folder` takes `O_DIRECT`."""
+    probe = folder / f"pdt-direct-{os.getpid()}"
     try:
         fd = open_file(probe, os.O_CREAT | os.O_RDWR, direct=True)
         try:

@@ -44,8 +44,8 @@ class TensorFiles:
     checksums: of the bytes, computed by each write and compared by each read.
     link: latency and bandwidth (bytes per second, each direction has its own) of an emulated disk.
 
-    Nothing of it blocks but `names`, `flush` and `close`. One name's transfers happen in the order
-    of the calls. Errors come from the transfer's `wait()`, and from `close` if nobody waited:
+    Only `names`, `spans`, `flush` and `close` wait for anything. One name's transfers happen in the
+    order of the calls. Errors come from the transfer's `wait()`, and from `close` if nobody waited:
     DamagedFile where a file is not what was last written, OSError with the bytes wanted and free
     where the disk is full or forbidden.
     """
@@ -82,7 +82,7 @@ class TensorFiles:
     def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
         try:
             self.close()
-        except (OSError, RuntimeError) as late:
+        except Exception as late:
             if error is None:
                 raise
             error.add_note(f"and, when the files were closed: {late}")

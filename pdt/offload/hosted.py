@@ -78,6 +78,13 @@ class HostedOptimizer(torch.optim.Optimizer):
     def synchronize(self) -> None:
         """The device's parameters are those after the last step."""
 
+    def _wait_for(self, bucket: HostBucket) -> None:
+        """The host has done with the bucket's gradients."""
+
+    def _to_step(self) -> list[HostBucket]:
+        """What has gradients, in the order in which it is stepped."""
+        return [bucket for bucket in self.buckets if bucket.came]
+
     # Buckets
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -151,8 +158,7 @@ class HostedOptimizer(torch.optim.Optimizer):
             self._planned = self._stepped
             self.window.plan(self._planned)
             return
-        came = [bucket for bucket in self.buckets if bucket.came]
-        self._stepped = [b.file_name for b in came if isinstance(b, FiledBucket)]
+        self._stepped = [b.file_name for b in self._to_step() if isinstance(b, FiledBucket)]
         if self._stepped != self._planned:
             self.window.drop()
             self.window.plan(self._stepped)
@@ -179,6 +185,7 @@ class HostedOptimizer(torch.optim.Optimizer):
         self._plan_reads(again=True)
         bucket.ready.add(i)
         if len(bucket.ready) == len(bucket.params):
+            self._wait_for(bucket)
             self._arrivals.send(bucket)
 
     def _send_rest(self) -> None:
@@ -188,6 +195,7 @@ class HostedOptimizer(torch.optim.Optimizer):
             self.synchronize()
             self._lay_out()
         for bucket in self.buckets:
+            self._wait_for(bucket)
             self._arrivals.send_rest(bucket)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

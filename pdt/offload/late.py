@@ -1,17 +1,17 @@
-"""Updates that the host computes while the device goes on with the parameters it has."""
+"""Updates that the host computes while the device goes on."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 Result = TypeVar("Result")
-_TIMEOUT_S = 600.0
+TIMEOUT_S = 600.0  # for a job
 
 
 class Late(Generic[Result]):
-    """One list of jobs at a time, in a thread of its own.
+    """Jobs in a thread of their own, one after the other.
 
     `start` begins, `take` waits for the results of what was started last, in order, and raises what
     a job has raised; without any, it returns an empty list.
@@ -19,15 +19,20 @@ class Late(Generic[Result]):
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
-        self._running: Future[list[Result]] | None = None
+        self._running: list[Future[Result]] = []
 
-    def start(self, jobs: Sequence[Callable[[], Result]]) -> None:
-        if self._running is not None:
-            raise RuntimeError("the jobs before are not taken yet")
+    def submit(self, job: Callable[[], Any]) -> Future[Any]:
+        """A job whose result `take` does not wait for."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="pdt-host")
-        self._running = self._pool.submit(lambda: [job() for job in jobs])
+        return self._pool.submit(job)
+
+    def start(self, jobs: Sequence[Callable[[], Result]]) -> None:
+        """RuntimeError while the results of other jobs have not been taken."""
+        if self._running:
+            raise RuntimeError("the jobs before are not taken yet")
+        self._running = [self.submit(job) for job in jobs]
 
     def take(self) -> list[Result]:
-        running, self._running = self._running, None
-        return [] if running is None else running.result(_TIMEOUT_S)
+        running, self._running = self._running, []
+        return [job.result(TIMEOUT_S) for job in running]

@@ -54,7 +54,7 @@ class SwapWindow:
     def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
         try:
             self.close()
-        except (OSError, RuntimeError) as late:
+        except Exception as late:
             if error is None:
                 raise
             error.add_note(f"and, when the window was closed: {late}")

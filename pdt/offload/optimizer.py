@@ -9,25 +9,24 @@ device of states and gradients (section 3), and the device keeps 2 bytes of 16.
 from __future__ import annotations
 
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from pdt.comm.norm import norm_over_ranks
 from pdt.measure.timeline import Span
 from pdt.offload.adam import HostAdamW
-from pdt.offload.bus import Bus, Pair, Transfer
+from pdt.offload.bus import Bus
 from pdt.offload.files import TensorFiles
 from pdt.offload.host_bucket import HostBucket
 from pdt.offload.hosted import HostedOptimizer
 from pdt.offload.late import Late
-
-UNDER_WAY = 2  # buckets at once that return
-Update = tuple[HostBucket, Sequence[int], list[Pair]]  # which parameters, and what is to return
+from pdt.offload.returns import Return, Returns, Update
 
 
 class OffloadedOptimizer(HostedOptimizer):
@@ -74,7 +73,7 @@ class OffloadedOptimizer(HostedOptimizer):
         self.delay_after = delay_after
         self.host_spans: deque[Span] = deque(maxlen=10_000)  # of the latest updates
         self._late: Late[Update] = Late()
-        self._returns: deque[tuple[HostBucket, Sequence[int], Transfer]] = deque()
+        self._waits_in_forward = False
         self._scale = 1.0  # by which the gradients are divided in the next step
         self._steps = 0
         super().__init__(
@@ -86,6 +85,7 @@ class OffloadedOptimizer(HostedOptimizer):
             files=files,
             **defaults,
         )
+        self._returns = Returns(self.bus, self._has_returned)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad()
@@ -136,29 +136,76 @@ class OffloadedOptimizer(HostedOptimizer):
             with torch.enable_grad():
                 loss = closure()
         self._send_rest()
-        self.synchronize()
+        self._apply_late()
+        if not self._waits_in_forward:
+            self._returns.wait_for_all()
         is_late = self.delay_after is not None and self._steps >= self.delay_after
         self._take_over()
         self._plan_reads()
-        if is_late:
+        buckets = self._to_step()
+        if is_late or self._waits_in_forward:
             self._arrivals.settle_all()
-            self._late.start([self._update_of(b, apart=True) for b in self.buckets if b.came])
+        if is_late:
+            self._late.start([self._update_of(bucket, apart=True) for bucket in buckets])
+        elif self._waits_in_forward:
+            for bucket in buckets:
+                self._returns.expect(bucket, self._late.submit(self._and_return(bucket)))
         else:
-            self._step_now()
+            self._step_now(buckets)
         self._steps, self._scale = self._steps + 1, 1.0
         return loss
 
     def synchronize(self) -> None:
         """The device's parameters are those after the last step, late or not."""
-        for update in self._late.take():
-            self._return(update)
-        self._wait_for_returns()
+        self._apply_late()
+        self._returns.wait_for_all()
 
-    def _step_now(self) -> None:
-        for bucket in [bucket for bucket in self.buckets if bucket.came]:
+    def wait_in_forward(self, model: nn.Module) -> None:
+        """From now on `step` does not wait for the parameters to return: a part of `model` does, in
+        its forward, for its own, and `model.state_dict()` for all.
+
+        So the next forward hides the host's step and the way back. Parameters that are used outside
+        of the forward of the module that holds them want a `synchronize()` before.
+        """
+        optimizer = weakref.ref(self)
+
+        def arrived(module: nn.Module, *_: Any) -> None:
+            if (owner := optimizer()) is not None:
+                for param in module.parameters(recurse=False):
+                    if param in owner._place:
+                        owner._wait_for(owner._place[param][0])
+
+        def all_arrived(*_: Any) -> None:
+            if (owner := optimizer()) is not None:
+                owner.synchronize()
+
+        for module in model.modules():
+            module.register_forward_pre_hook(arrived)
+        model.register_state_dict_pre_hook(all_arrived)
+        self._waits_in_forward = True
+
+    def _to_step(self) -> list[HostBucket]:
+        """What has gradients, in the order in which they come, or in that of the next forward."""
+        came = [bucket for bucket in self.buckets if bucket.came]
+        return came[::-1] if self._waits_in_forward else came
+
+    def _step_now(self, buckets: Sequence[HostBucket]) -> None:
+        for bucket in buckets:
             self._arrivals.settle(bucket)
-            self._return(self._update_of(bucket)())
-        self._wait_for_returns()
+            self._returns.expect(bucket, self._and_return(bucket)())
+        self._returns.wait_for_all()
+
+    def _apply_late(self) -> None:
+        """What was computed since the last step returns."""
+        updates = self._late.take()
+        if updates:
+            self._returns.wait_for_all()
+        for update in updates:
+            self._returns.expect(update[0], self._returns.send(update))
+
+    def _and_return(self, bucket: HostBucket) -> Callable[[], Return]:
+        update, send = self._update_of(bucket), self._returns.send
+        return lambda: send(update())
 
     def _update_of(self, bucket: HostBucket, *, apart: bool = False) -> Callable[[], Update]:
         """What the host is to do with the gradients that have come; `apart`: while others come."""
@@ -177,23 +224,14 @@ class OffloadedOptimizer(HostedOptimizer):
 
         return update
 
-    def _return(self, update: Update) -> None:
-        """Begin to carry the parameters back; `state` shows the states."""
-        bucket, used, pairs = update
-        self._wait_for_returns(UNDER_WAY)
-        transfer = self.bus.to_device(pairs)
-        bucket.returning(transfer)
-        self._returns.append((bucket, used, transfer))
-        for i in used:
-            self.state[bucket.params[i]] = self._seen[bucket.params[i]] = bucket.state_of(i)
+    def _has_returned(self, bucket: HostBucket, params: Sequence[int]) -> None:
+        for i in params:
+            param = bucket.params[i]
+            bucket.versions[i] = param._version
+            self.state[param] = self._seen[param] = bucket.state_of(i)
 
-    def _wait_for_returns(self, besides: int = 0) -> None:
-        """Until so many are still under way."""
-        while len(self._returns) > besides:
-            bucket, used, transfer = self._returns.popleft()
-            transfer.wait()
-            for i in used:
-                bucket.versions[i] = bucket.params[i]._version
+    def _wait_for(self, bucket: HostBucket) -> None:
+        self._returns.wait_for(bucket)
 
     def _take_over(self) -> None:
         """What others have written meanwhile: states that were loaded, parameters."""
@@ -202,8 +240,10 @@ class OffloadedOptimizer(HostedOptimizer):
                 state = self.state.get(bucket.params[i])
                 if state is not self._seen[bucket.params[i]]:
                     bucket.set_state(i, state or {})
-            written = [i for i in bucket.came if bucket.params[i]._version != bucket.versions[i]]
-            if written:
+            versions = zip(bucket.params, bucket.versions, strict=True)
+            is_written = [param._version != version for param, version in versions]
+            written = [i for i in bucket.came if is_written[i]]
+            if written and bucket not in self._returns:
                 self._arrivals.settle(bucket)
                 bucket.follow(written)
 

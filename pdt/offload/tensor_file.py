@@ -21,6 +21,7 @@ from torch import Tensor
 
 from pdt.offload.aligned import (
     BLOCK_NBYTES,
+    BOUNCE_NBYTES,
     aligned_empty,
     bytes_of,
     move_all,
@@ -33,6 +34,7 @@ from pdt.offload.aligned import (
 UNFINISHED = ".new"  # at the end of the name of what is being written durably
 _MAGIC = b"pdt-tensor-1"
 _CRC_NBYTES, _LENGTH_NBYTES = 4, 4
+_WORD_NBYTES = 8
 _HEAD_NBYTES = len(_MAGIC) + _CRC_NBYTES + _LENGTH_NBYTES
 
 
@@ -44,7 +46,7 @@ class DamagedFile(RuntimeError):
 class Cover:
     """What a file says of its tensor; `number` counts the writes of this name.
 
-    `checksum` is the CRC-32 of the tensor's bytes, or None where nobody asked for one.
+    `checksum` is that of the tensor's bytes, or None where nobody asked for one.
     """
 
     store: str
@@ -81,8 +83,19 @@ class Cover:
 
 
 def checksum(data: Tensor) -> int:
-    """CRC-32 of the tensor's bytes; other threads run meanwhile."""
-    return zlib.crc32(bytes_of(data))
+    """Of bytes (nbytes,), wherever they lie: CRC-32 over the sum of the words of each block.
+
+    A sum costs a fifth of a CRC of all bytes. It sees any word that has changed, and misses only
+    changes within one block that cancel; the CRC sees blocks that have changed places.
+    """
+    whole = data.numel() - data.numel() % BLOCK_NBYTES
+    has_words = data.data_ptr() % _WORD_NBYTES == data.storage_offset() % _WORD_NBYTES == 0
+    crc = 0
+    for piece in data[:whole].split(max(whole, 1) if has_words else BOUNCE_NBYTES):
+        words = (piece if has_words else piece.clone()).view(torch.int64)
+        sums = words.view(piece.numel() // BLOCK_NBYTES, BLOCK_NBYTES // _WORD_NBYTES).sum(1)
+        crc = zlib.crc32(bytes_of(sums), crc)
+    return zlib.crc32(bytes_of(data[whole:]), crc)
 
 
 def save(path: Path, cover: Cover, data: Tensor, direct: bool) -> None:

@@ -30,7 +30,7 @@ def placements(nodes: Collection[str]) -> Iterator[Placement]:
             yield frozenset(chosen)
 
 
-def crossing_nbytes(on_device: Collection[str], edges: Mapping[Edge, int]) -> int:
+def bus_nbytes(on_device: Collection[str], edges: Mapping[Edge, int]) -> int:
     """What crosses the bus in a step, both directions together."""
     return sum(
         nbytes
@@ -59,4 +59,4 @@ def best_placement(
     ]
     if not fitting:
         raise ValueError(f"budget={budget}: {sorted(pinned)} alone take more room on the device")
-    return min(fitting, key=lambda on: (crossing_nbytes(on, edges), device_nbytes(on, nodes)))
+    return min(fitting, key=lambda on: (bus_nbytes(on, edges), device_nbytes(on, nodes)))
