@@ -7,8 +7,9 @@ order of registration; each is sent when it is full, while the rest are still co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,6 +82,12 @@ def assign_buckets(
             caps[key] = bucket_cap_mb
             del open_buckets[key]
     return [_bucket(i, group, params, dtypes) for i, group in enumerate(groups)]
+
+
+def names_of(group: Mapping[str, Any], group_index: int) -> list[str]:
+    """Of an optimizer's parameters, as far as it was given names, or where each is in the list."""
+    positions = range(len(group["params"]))
+    return group.get("param_names") or [f"parameter {i} of group {group_index}" for i in positions]
 
 
 def _order(params: Sequence[Tensor], order: Sequence[int] | None) -> list[int]:

@@ -14,7 +14,7 @@ from pdt.offload import kernel
 needs_compiler = pytest.mark.skipif(not kernel.available(), reason=kernel.why_not() or "built")
 
 
-def works(found: kernel.Kernel) -> bool:
+def works(found: kernel.Compiled) -> bool:
     a, b, c = torch.zeros(5), torch.ones(5), torch.ones(5)
     found.triad(a, b, c, 2.0)
     return torch.equal(a, torch.full((5,), 3.0))

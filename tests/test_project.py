@@ -30,10 +30,11 @@ LEVELS = {
     1: ("comm",),
     2: ("ranks", "ddp", "zero", "offload", "tensor_parallel", "pipeline_parallel")
     + ("context_parallel", "expert_parallel", "mesh", "checkpoint"),
-    3: ("grade", "plan"),
-    4: ("strategies",),
-    5: ("tour",),
-    6: ("__init__", "__main__"),
+    3: ("plan",),
+    4: ("grade",),
+    5: ("strategies",),
+    6: ("tour",),
+    7: ("__init__", "__main__"),
 }
 LEVEL = {part: level for level, parts in LEVELS.items() for part in parts}
 ONE_THING = {"measure", "comm", "ranks", "grade", "ddp", "zero", "offload"}

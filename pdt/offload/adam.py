@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pdt.buckets import names_of
 from pdt.flat import is_dense
 from pdt.offload import kernel
 from pdt.offload.adam_pass import (
@@ -44,7 +45,6 @@ from pdt.offload.adam_steps import (
     bytes_per_element,
     triad,
 )
-from pdt.offload.checks import names_of
 
 __all__ = ["HostAdamW", "Settings", "adamw_foreach", "adamw_fused", "adamw_in_chunks"]
 __all__ += ["adamw_loop", "adamw_one_pass", "bytes_per_element", "triad"]

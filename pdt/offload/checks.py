@@ -11,12 +11,6 @@ from torch import Tensor
 from pdt.flat import is_dense
 
 
-def names_of(group: Mapping[str, Any], group_index: int) -> list[str]:
-    """The names of a group's parameters, if it was given names, or where each is in the list."""
-    positions = range(len(group["params"]))
-    return group.get("param_names") or [f"parameter {i} of group {group_index}" for i in positions]
-
-
 def check_dense(named: Mapping[Tensor, str]) -> None:
     """ValueError for a parameter with gaps or overlaps in memory."""
     for param, name in named.items():

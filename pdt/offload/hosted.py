@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pdt.buckets import assign_buckets
+from pdt.buckets import assign_buckets, names_of
 from pdt.offload.arrivals import Arrivals, written_by_others
 from pdt.offload.bus import Bus
-from pdt.offload.checks import check_dense, names_of, on_host
+from pdt.offload.checks import check_dense, on_host
 from pdt.offload.cuda_bus import bus_of
 from pdt.offload.filed_bucket import FiledBucket, open_window
 from pdt.offload.files import TensorFiles

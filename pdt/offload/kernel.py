@@ -43,7 +43,7 @@ class Rule(ctypes.Structure):
     ]
 
 
-class Kernel:
+class Compiled:
     """A loaded library. Its calls release the interpreter's lock; the tensors must stay alive."""
 
     def __init__(self, path: Path) -> None:
@@ -75,19 +75,19 @@ class Kernel:
 
 def available() -> bool:
     """Whether the compiled kernel is there; the first call may build it."""
-    return isinstance(_find(), Kernel)
+    return isinstance(_find(), Compiled)
 
 
 def why_not() -> str:
     """Why it is not there; empty where it is."""
     found = _find()
-    return "" if isinstance(found, Kernel) else found
+    return "" if isinstance(found, Compiled) else found
 
 
-def get() -> Kernel:
+def get() -> Compiled:
     """The kernel of this process. Raises RuntimeError where there is none."""
     found = _find()
-    if not isinstance(found, Kernel):
+    if not isinstance(found, Compiled):
         raise RuntimeError(
             f"there is no compiled AdamW: {found}. Install a C compiler, or leave `compiled` at "
             "None to run on torch alone"
@@ -96,14 +96,14 @@ def get() -> Kernel:
 
 
 @cache  # also of the failure: who has no compiler is not asked for one at each step
-def _find() -> Kernel | str:
+def _find() -> Compiled | str:
     try:
         return open_kernel()
     except (RuntimeError, OSError) as error:
         return str(error)
 
 
-def open_kernel(folder: Path | None = None, compiler: str | None = None) -> Kernel:
+def open_kernel(folder: Path | None = None, compiler: str | None = None) -> Compiled:
     """The kernel that is kept in `folder` (the user's cache), else a new one, kept there if it can.
 
     Raises RuntimeError without a compiler (its path is looked for unless given), and with what
@@ -153,7 +153,7 @@ def _cpu() -> list[str]:
     return [platform.machine(), *sorted({line for line in lines if line.startswith(telling)})]
 
 
-def _load_kept(folder: Path, name: str) -> Kernel | None:
+def _load_kept(folder: Path, name: str) -> Compiled | None:
     """The kernel in a file of our own, whose name bears the hash of what it holds; else None.
 
     A file that was cut short would kill the process when it is loaded, so it is read first.
@@ -163,7 +163,7 @@ def _load_kept(folder: Path, name: str) -> Kernel | None:
             content = path.read_bytes()
             own = path.stat().st_uid == os.getuid()
             if own and path.name == _kept_name(name, content):
-                return Kernel(path)
+                return Compiled(path)
             path.unlink()
     except (OSError, AttributeError):  # cannot be read, loaded or removed, or is something else
         pass
@@ -191,7 +191,7 @@ def _keep(content: bytes, folder: Path, name: str) -> None:
         Path(partial).unlink(missing_ok=True)
 
 
-def _build(compiler: str, path: Path) -> Kernel:
+def _build(compiler: str, path: Path) -> Compiled:
     """Compile and load with the first set of flags that works; the file is at `path`."""
     said = []
     for more in MORE_FLAGS:
@@ -201,7 +201,7 @@ def _build(compiler: str, path: Path) -> Kernel:
                 command, capture_output=True, text=True, timeout=_BUILD_TIMEOUT_S, check=False
             )
             if done.returncode == 0:
-                return Kernel(path)
+                return Compiled(path)
             said += done.stderr.strip().splitlines()[-1:]
         except (OSError, AttributeError, subprocess.TimeoutExpired) as error:
             said.append(str(error))

@@ -10,15 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pdt.buckets import names_of
 from pdt.comm.replicate import check_same
 from pdt.flat import is_dense
 from pdt.zero.bucket import ShardedBucket
-
-
-def names_of(group: Mapping[str, Any], group_index: int) -> list[str]:
-    """The names of a group's parameters, if it was given names, or where each is in the list."""
-    positions = range(len(group["params"]))
-    return group.get("param_names") or [f"parameter {i} of group {group_index}" for i in positions]
 
 
 def describe(optimizer: str, groups: Sequence[Mapping[str, Any]]) -> list[str]:

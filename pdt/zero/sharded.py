@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pdt.buckets import assign_buckets
+from pdt.buckets import assign_buckets, names_of
 from pdt.comm.replicate import broadcast
 from pdt.zero import states
 from pdt.zero.bucket import ShardedBucket
@@ -18,7 +18,6 @@ from pdt.zero.checks import (
     check_own_memory,
     check_same_or_raise,
     describe,
-    names_of,
 )
 from pdt.zero.scratch import Scratch
 from pdt.zero.update import ShardUpdate, check_elementwise
