@@ -90,7 +90,9 @@ def test_one_process_trains_and_writes_its_curve(
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("strategy", ["naive", "ddp", "shared", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize(
+    "strategy", ["naive", "ddp", "shared", "zero1", "zero2", "zero3", "offload"]
+)
 def test_ranks_train_as_one_process_does(
     tiny: list[str], pool: Callable[..., Any], world_size: int, strategy: str
 ) -> None:
@@ -271,7 +273,7 @@ def test_the_commands_of_the_readme_are_understood() -> None:
     commands = re.findall(r"^(?:python|OMP|bash|sbatch).*examples/\S+(.*)$", text, re.MULTILINE)
     flags = [[word for word in shlex.split(c) if word != "first-host"] for c in commands]
     strategies = {train.parse(train.STRATEGIES, f).strategy for f in flags}
-    assert len(commands) == 10
+    assert len(commands) == 11
     assert strategies == set(train.STRATEGIES)
 
 

@@ -7,6 +7,8 @@
 from pdt.offload.adam import HostAdamW
 from pdt.offload.bus import Bus
 from pdt.offload.cuda_bus import bus_of
+from pdt.offload.files import TensorFiles
+from pdt.offload.nvme import SwapWindow
 from pdt.offload.optimizer import OffloadedAdamW, OffloadedOptimizer
 from pdt.offload.scaler import OffloadedGradScaler
 from pdt.offload.streamed import StreamedLinear
@@ -18,5 +20,7 @@ __all__ = [
     "OffloadedGradScaler",
     "OffloadedOptimizer",
     "StreamedLinear",
+    "SwapWindow",
+    "TensorFiles",
     "bus_of",
 ]
