@@ -50,7 +50,7 @@ def _why_no_netns() -> str | None:
     return None if made.returncode == 0 else f"no network namespace: {made.stderr.strip()}"
 
 
-MANY_RANKS = ("test_ddp", "test_zero", "test_shm", "test_collectives")
+MANY_RANKS = ("test_ddp", "test_zero", "test_offload_zero", "test_shm", "test_collectives")
 
 
 def _is_large_world(item: pytest.Item) -> bool:

@@ -431,3 +431,30 @@ def test_an_error_of_the_host_is_raised_by_the_forward_that_waits(bus: Bus) -> N
     optimizer.step()
     with pytest.raises(ArithmeticError, match="the host has failed"):
         backward(model)
+
+
+def test_training_goes_on_after_a_backward_that_failed(bus: Bus) -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            raise ArithmeticError("in the middle")
+
+    models = twins()
+    makers = (partial(OffloadedAdamW, bus=bus, transfer_cap_mb=0.0), torch.optim.AdamW)
+    for model, make in zip(models, makers, strict=True):
+        optimizer = make(model.parameters(), **SETTINGS)
+        train(model, optimizer, range(2))
+        broken = Fails.apply(model.embedding(tokens(0))) @ model.out.weight.t()
+        with pytest.raises(ArithmeticError):
+            broken.sum().backward()
+        train(model, optimizer, range(2, 4))
+    assert_same(*models)
+
+
+def test_what_cannot_be_copied_says_so(bus: Bus) -> None:
+    with pytest.raises(RuntimeError, match=r"OffloadedAdamW cannot be copied .* state_dict"):
+        copy.deepcopy(OffloadedAdamW(linear().parameters(), bus=bus))

@@ -202,3 +202,32 @@ def test_scaled_losses_step_alike_and_skip_what_is_not_finite() -> None:
             assert my_scaler.get_scale() == scaler.get_scale()
             torch.testing.assert_close(model.weight, plain.weight)
         assert model.weight.isfinite().all()
+
+
+def _in_forward() -> None:
+    from pdt.zero import fully_shard
+
+    model = fully_shard(make())
+    OffloadedTorch(model.parameters()).wait_in_forward(model)
+
+
+def test_sharded_parameters_are_not_waited_for_in_forward(pool: Any) -> None:
+    from pdt.ranks import RankError
+
+    with pytest.raises(RankError, match="is sharded: its step cannot be waited for"):
+        pool(2).run(_in_forward)
+
+
+def _dtensors() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2,)))
+    OffloadedTorch(model.named_parameters())
+
+
+def test_dtensors_are_refused_by_name(pool: Any) -> None:
+    from pdt.ranks import RankError
+
+    with pytest.raises(RankError, match=r"weight is a DTensor .* CPUOffloadPolicy"):
+        pool(2).run(_dtensors)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pdt.measure.holders import put_first, several, with_inner
 from pdt.measure.saved import watch_saved
 from pdt.measure.storages import KINDS, StorageLog
 from pdt.measure.table import text_table
@@ -98,7 +99,7 @@ class Ledger:
         self, model: nn.Module | Iterable[nn.Module] | None = None, optimizer: Any = None
     ) -> None:
         """Take in more models and optimizers, also while open."""
-        models, optimizers = _several(model), _several(optimizer)
+        models, optimizers = several(model), several(optimizer)
         self._models += models
         self._optimizers += optimizers
         if self._state == "open":
@@ -197,7 +198,7 @@ class Ledger:
             self._name(parameter, "parameters", _PARAMETER)
         for buffer in (b for model in self._models for b in model.buffers()):
             self._name(buffer, "other", 0)
-        for optimizer in _with_inner(self._optimizers):
+        for optimizer in with_inner(self._optimizers):
             groups = getattr(optimizer, "param_groups", [])
             held = [p for group in groups for p in group["params"]]
             kind = "optimizer states" if self._models else "parameters"
@@ -220,8 +221,8 @@ class Ledger:
             if parameter.requires_grad and parameter.is_leaf:
                 hook = parameter.register_post_accumulate_grad_hook(self._name_gradient)
                 self._hooks.callback(hook.remove)
-                _put_first(parameter, hook.id)
-        inner = (o for o in _with_inner(optimizers) if isinstance(o, torch.optim.Optimizer))
+                put_first(parameter, hook.id)
+        inner = (o for o in with_inner(optimizers) if isinstance(o, torch.optim.Optimizer))
         for stepper in inner:
             # before the step the gradients are complete, after it the states are there
             for register in (stepper.register_step_pre_hook, stepper.register_step_post_hook):
@@ -240,32 +241,6 @@ class Ledger:
         for storage in storages:
             self._log.save(storage)
         return partial(self._log.release, *storages)
-
-
-def _with_inner(optimizers: list[Any]) -> list[Any]:
-    """Also those that ZeroRedundancyOptimizer or pdt's wrap, and what these wrap: they hold the
-    states."""
-    found = []
-    for optimizer in optimizers:
-        inner = [getattr(optimizer, "optim", None), *getattr(optimizer, "optims", ())]
-        found += [optimizer, *_with_inner([o for o in inner if o is not None])]
-    return found
-
-
-def _put_first(parameter: torch.Tensor, number: int) -> None:
-    """This hook before the others, which may take the gradient away."""
-    hooks = parameter._post_accumulate_grad_hooks
-    items = [(number, hooks[number]), *((k, v) for k, v in hooks.items() if k != number)]
-    hooks.clear()  # torch goes through them in the order of insertion
-    hooks.update(items)
-
-
-def _several(value: Any) -> list[Any]:
-    if value is None:
-        return []
-    if isinstance(value, (nn.Module, torch.optim.Optimizer)) or not isinstance(value, Iterable):
-        return [value]
-    return list(value)
 
 
 def _cuda_devices() -> list[int]:

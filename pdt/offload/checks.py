@@ -11,9 +11,14 @@ from torch import Tensor
 from pdt.flat import is_dense
 
 
-def check_dense(named: Mapping[Tensor, str]) -> None:
-    """ValueError for a parameter with gaps or overlaps in memory."""
+def check_plain(named: Mapping[Tensor, str]) -> None:
+    """ValueError for a parameter with gaps or overlaps in memory, and for a DTensor."""
     for param, name in named.items():
+        if any(kind.__name__ == "DTensor" for kind in type(param.data).__mro__):
+            raise ValueError(
+                f"{name} is a DTensor (of torch's fully_shard?): pdt's own fully_shard has plain "
+                "shards, and torch's has CPUOffloadPolicy"
+            )
         if not is_dense(param):
             raise ValueError(
                 f"{name} of shape {tuple(param.shape)} has strides {param.stride()}, so gaps or "

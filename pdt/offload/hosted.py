@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from pdt.buckets import assign_buckets, names_of
 from pdt.offload.arrivals import Arrivals, written_by_others
 from pdt.offload.bus import Bus
-from pdt.offload.checks import check_dense, on_host
+from pdt.offload.checks import check_plain, on_host
 from pdt.offload.cuda_bus import bus_of
 from pdt.offload.filed_bucket import FiledBucket, open_window
 from pdt.offload.files import TensorFiles
@@ -127,7 +127,7 @@ class HostedOptimizer(torch.optim.Optimizer):
             for param, name in zip(group["params"], names_of(group, index), strict=True)
             if param.requires_grad or param.grad is not None
         }
-        check_dense(named)
+        check_plain(named)
         params, cap = list(named), self.transfer_cap_mb
         for planned in assign_buckets(params, bucket_cap_mb=cap, first_bucket_mb=cap):
             held = [params[i] for i in planned.params]

@@ -9,7 +9,6 @@ device of states and gradients (section 3), and the device keeps 2 bytes of 16.
 from __future__ import annotations
 
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -25,6 +24,7 @@ from pdt.offload.bus import Bus
 from pdt.offload.files import TensorFiles
 from pdt.offload.host_bucket import HostBucket
 from pdt.offload.hosted import HostedOptimizer
+from pdt.offload.in_forward import wait_in_forward
 from pdt.offload.late import Late
 from pdt.offload.returns import Return, Returns, Update
 
@@ -160,28 +160,20 @@ class OffloadedOptimizer(HostedOptimizer):
         self._apply_late()
         self._returns.wait_for_all()
 
+    def wait_for(self, param: Tensor) -> None:
+        """Return when this parameter is that after the last step, unless that is late."""
+        if param in self._place:
+            self._wait_for(self._place[param][0])
+
     def wait_in_forward(self, model: nn.Module) -> None:
         """From now on `step` does not wait for the parameters to return: a part of `model` does, in
         its forward, for its own, and `model.state_dict()` for all.
 
         So the next forward hides the host's step and the way back. Parameters that are used outside
-        of the forward of the module that holds them want a `synchronize()` before.
+        of the forward of the module that holds them want a `synchronize()` before. Raises
+        ValueError for sharded parameters, which are gathered before anybody's forward.
         """
-        optimizer = weakref.ref(self)
-
-        def arrived(module: nn.Module, *_: Any) -> None:
-            if (owner := optimizer()) is not None:
-                for param in module.parameters(recurse=False):
-                    if param in owner._place:
-                        owner._wait_for(owner._place[param][0])
-
-        def all_arrived(*_: Any) -> None:
-            if (owner := optimizer()) is not None:
-                owner.synchronize()
-
-        for module in model.modules():
-            module.register_forward_pre_hook(arrived)
-        model.register_state_dict_pre_hook(all_arrived)
+        wait_in_forward(model, self)
         self._waits_in_forward = True
 
     def _to_step(self) -> list[HostBucket]:
