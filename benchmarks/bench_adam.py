@@ -6,9 +6,9 @@ A step of one flat float32 tensor by each way, in turn with STREAM's triad (same
 threads, 16 bytes an element: its write costs a read too). `share` is the bytes per second of the
 step, by `bytes_per_element(..., write_allocate=True)`, over the triad's in the same round. `fused +
 passes` unscales the gradient and makes a bfloat16 copy in passes of their own, which `one pass`
-does as it goes; `in chunks` is the same by torch alone. `against it` is the ratio of times to `fused
-+ passes`. Then a model of 300 small tensors, by optimizers: what calls cost. Medians of rounds, with
-the 10th and 90th percentile of the share.
+does as it goes; `in chunks` is the same by torch alone. `against it` is the ratio of times to
+`fused + passes`. Then a model of 300 small tensors, by optimizers: what calls cost. Medians of
+rounds, with the 10th and 90th percentile of the share.
 """
 
 from __future__ import annotations

@@ -124,6 +124,30 @@ def test_one_pass_replaces_unscale_and_copy(
     assert torch.equal(grad, before)
 
 
+@passes
+def test_a_list_is_stepped_as_each_of_its_tensors(
+    one_pass: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adam_pass, "CHUNK_NUMEL", 50)
+    torch.manual_seed(0)
+    dtypes = [torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.float32]
+    params = [torch.randn(n).to(d) for n, d in zip((7, 120, 49, 0, 50), dtypes, strict=True)]
+    grads = [torch.randn(p.shape).to(p.dtype) for p in params]
+    moments = [
+        torch.zeros(p.shape, dtype=torch.promote_types(p.dtype, torch.float32)) for p in params
+    ]
+    copies = [None, torch.zeros(120), torch.zeros(49), None, torch.zeros(50).half()]
+    lists = [params, grads, moments, [m.clone() for m in moments], copies]
+    apart = copy.deepcopy(lists)
+    one_pass(*lists[:4], 1, grad_scale=8.0, copies=copies)
+    for p, g, m, v, low in zip(*apart, strict=True):
+        one_pass([p], [g], [m], [v], 1, grad_scale=8.0, copies=[low])
+    for i, tensors in enumerate(zip(*lists, strict=True)):
+        for j, tensor in enumerate(tensors):
+            if tensor is not None:
+                torch.testing.assert_close(tensor, apart[j][i], rtol=1e-6, atol=1e-9)
+
+
 def awkward(dtype: torch.dtype) -> Tensor:
     """Every number of a 16-bit dtype in float32, the ties between neighbours, and next to them."""
     exact = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype).float()

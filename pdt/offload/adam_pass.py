@@ -88,19 +88,30 @@ def run_in_chunks(tensors: Lists, step: int, settings: Settings, grad_scale: flo
     room = {dtype: torch.empty(2, longest, dtype=dtype) for dtype in {m.dtype for m in tensors[2]}}
     for batch in _batches(tensors):
         params, grads, exp_avgs, exp_avg_sqs, copies = map(list, zip(*batch, strict=True))
-        at = offsets(p.numel() for p in params)
-        grad_room, param_room = (row.split(_gaps(at, longest)) for row in room[exp_avgs[0].dtype])
-        grads = [_widened(g, factor, r) for g, r in zip(grads, grad_room, strict=False)]
-        wide = [_widened(p, 1.0, r) for p, r in zip(params, param_room, strict=False)]
-        adamw_fused(wide, grads, exp_avgs, exp_avg_sqs, step, settings)
+        for_grads, for_params = room[exp_avgs[0].dtype]
+        new = _widened(params, 1.0, for_params)
+        grads = _widened(grads, factor, for_grads)
+        adamw_fused(new, grads, exp_avgs, exp_avg_sqs, step, settings)
+        for result, *targets in zip(new, params, copies, strict=True):
+            for target in targets:
+                if target is not None and target is not result:
+                    target.copy_(result)
     _mark_written(tensors)
 
 
-def _mark_written(tensors: Lists) -> None:
-    """A graph that saved one of these is valid no more: autograd sees neither C nor fused steps."""
-    params, *_, copies = tensors
-    written = [tensor for tensor in (*params, *copies) if tensor is not None]
-    torch.autograd.graph.increment_version(written)
+def _batches(tensors: Lists) -> Iterator[list[list[Any]]]:
+    """Chunks of one or more tensors, `CHUNK_NUMEL` elements at most; moments are of one dtype."""
+    batch: list[list[Any]] = []
+    numel = 0
+    for each in zip(*tensors, strict=True):
+        for chunk in _chunks(*each):
+            numel += chunk[0].numel()
+            if batch and (numel > CHUNK_NUMEL or chunk[2].dtype != batch[0][2].dtype):
+                yield batch
+                batch, numel = [], chunk[0].numel()
+            batch.append(chunk)
+    if batch:
+        yield batch
 
 
 def _chunks(*tensors: Tensor | None) -> Iterator[list[Any]]:
@@ -109,6 +120,27 @@ def _chunks(*tensors: Tensor | None) -> Iterator[list[Any]]:
     flat = [t if t is None else t.as_strided((numel,), (1,)) for t in tensors]
     for start in range(0, numel, CHUNK_NUMEL):
         yield [t if t is None else t[start : start + CHUNK_NUMEL] for t in flat]
+
+
+def _widened(chunks: list[Tensor], factor: float, room: Tensor) -> list[Tensor]:
+    """The chunks times factor in the dtype of `room`, and in it unless they are that already."""
+    if factor == 1 and all(chunk.dtype == room.dtype for chunk in chunks):
+        return chunks
+    numels = [chunk.numel() for chunk in chunks]
+    found = list(room[: sum(numels)].split(numels))
+    for chunk, wide in zip(chunks, found, strict=True):
+        if chunk.dtype == wide.dtype:
+            torch.mul(chunk, factor, out=wide)
+        else:
+            wide.copy_(chunk).mul_(factor)
+    return found
+
+
+def _mark_written(tensors: Lists) -> None:
+    """A graph that saved one of these is valid no more: autograd sees neither C nor fused steps."""
+    params, *_, copies = tensors
+    written = [tensor for tensor in (*params, *copies) if tensor is not None]
+    torch.autograd.graph.increment_version(written)
 
 
 def _rule(settings: Settings, step: int, grad_scale: float) -> kernel.Rule:
