@@ -147,11 +147,11 @@ def memory(in_files: bool, width: int, layers: int, pipe: Any) -> None:
             before = peak_rss_nbytes()
             train(width, layers, bus, files if in_files else None)
             peak = peak_rss_nbytes() - before
-    moving = 2 * (3 * bucket + 2 * bucket)  # in 16 bits: gradients that leave, inboxes
+    moving = 2 * 3 * bucket  # gradients that leave, in 16 bits
     if in_files:  # and what returns; of the states three buckets
-        formula = (2 + 4) * numel + 3 * 12 * bucket + moving + 3 * 2 * bucket
+        formula = (2 + 2) * numel + 3 * 12 * bucket + moving + 3 * 2 * bucket
     else:
-        formula = (2 + 4 + 12 + 2) * numel + moving
+        formula = (2 + 2 + 12 + 2) * numel + moving
     pipe.send((peak, formula, numel))
 
 

@@ -77,8 +77,8 @@ def test_memory_holds_the_window_and_the_gradients(bus: Bus, files: TensorFiles)
         held = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in optimizer.host_tensors}
         nbytes = sum(storage.nbytes() for storage in held.values())
         window = 3 * 12 * numel  # masters and two states of three buckets
-        arriving, returning, steps = 2 * 2 * numel, 3 * 2 * numel, 4 * layers
-        assert nbytes <= layers * 4 * numel + window + arriving + returning + steps + 3 * 4096
+        returning, steps = 3 * 2 * numel, 4 * layers
+        assert nbytes <= layers * 2 * numel + window + returning + steps + 3 * 4096
     assert optimizer.window is not None
     assert optimizer.window.peak_live <= 3
     files.clear()

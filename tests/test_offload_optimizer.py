@@ -372,10 +372,17 @@ def test_the_host_holds_what_the_formula_says(bus: Bus) -> None:
     for _ in range(2):
         backward(model)
         optimizer.step()
-    numel = sum(p.numel() for p in model.parameters())
-    held = sum(t.untyped_storage().nbytes() for t in optimizer.host_tensors)
-    inboxes = 2 * 32 * 32 * 2  # of two transfers, for they come in 16 bits
-    assert held == numel * (4 + 4 + 8 + 2) + 4 * 4 + inboxes  # and four step counts
+    numel, steps = sum(p.numel() for p in model.parameters()), 4 * 4
+
+    def held() -> int:
+        return sum(t.untyped_storage().nbytes() for t in optimizer.host_tensors)
+
+    assert held() == 16 * numel + steps
+    backward(model)
+    backward(model)
+    optimizer.step()
+    inboxes = 2 * 32 * 32 * 2  # of two transfers; what is added up is in fp32
+    assert held() == 18 * numel + steps + inboxes
 
 
 @pytest.mark.parametrize("delay_after", [None, 1])
@@ -458,3 +465,27 @@ def test_training_goes_on_after_a_backward_that_failed(bus: Bus) -> None:
 def test_what_cannot_be_copied_says_so(bus: Bus) -> None:
     with pytest.raises(RuntimeError, match=r"OffloadedAdamW cannot be copied .* state_dict"):
         copy.deepcopy(OffloadedAdamW(linear().parameters(), bus=bus))
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_gradients_in_16_bits_are_added_up_in_full_precision(bus: Bus, parts: int) -> None:
+    model, reference = linear(torch.bfloat16), linear(torch.bfloat16).float()
+    optimizer = OffloadedAdamW(model.parameters(), bus=bus, transfer_cap_mb=0.0, lr=1e-3)
+    plain = torch.optim.AdamW(reference.parameters(), lr=1e-3, foreach=False)
+    for _ in range(3):
+        total = [torch.zeros_like(p) for p in reference.parameters()]
+        for rows in range(1, parts + 1):
+            copied = copy.deepcopy(model).requires_grad_()
+            backward(copied, rows)
+            for sum_, param in zip(total, copied.parameters(), strict=True):
+                sum_ += param.grad
+            backward(model, rows)
+        norm = torch.linalg.vector_norm(torch.stack([g.norm() for g in total]))
+        torch.testing.assert_close(optimizer.clip_grad_norm_(1e-3), norm)
+        for sum_, param in zip(total, reference.parameters(), strict=True):
+            param.grad = sum_ * (1e-3 / norm)
+        optimizer.step()
+        plain.step()
+    for param, exact in zip(model.parameters(), reference.parameters(), strict=True):
+        master = optimizer.state[param]["master_param"]
+        torch.testing.assert_close(master, exact.detach(), rtol=1e-5, atol=1e-6)

@@ -23,8 +23,7 @@ def norm_over_ranks(
     In fp32, or in fp64 where a tensor is. One all-gather of one number a rank, so that a nan or an
     infinity on one rank is seen on all.
     """
-    dtypes = [torch.float32, *(t.dtype for t in (*shards, *whole))]
-    dtype = torch.float64 if torch.float64 in dtypes or torch.complex128 in dtypes else dtypes[0]
+    dtype = _dtype([*shards, *whole])
     own = _norm(shards, norm_type, dtype, device)
     everybody = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everybody, own, group=group)
@@ -56,6 +55,16 @@ def clip_over_ranks(
     for tensor in (*shards, *whole):
         tensor.mul_(factor.to(tensor.device))
     return norm
+
+
+def norm_of(tensors: Sequence[Tensor], norm_type: float, *, device: torch.device) -> Tensor:
+    """The norm of all elements together, 0-dim; in fp32, or in fp64 where a tensor is."""
+    return _norm(tensors, norm_type, _dtype(tensors), device)
+
+
+def _dtype(tensors: Sequence[Tensor]) -> torch.dtype:
+    is_double = any(t.dtype in (torch.float64, torch.complex128) for t in tensors)
+    return torch.float64 if is_double else torch.float32
 
 
 def _norm(

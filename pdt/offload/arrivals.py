@@ -66,8 +66,8 @@ class Arrivals:
         grads = [_take_grad(bucket, i) for i in params]
         bucket.ready.difference_update(params)
         fresh = set(params) - bucket.came
-        is_direct = len(fresh) == len(params) and grads[0].dtype == bucket.flat.dtype
         dtype = grads[0].dtype
+        is_direct = len(fresh) == len(params) and dtype == bucket.flat_grads.dtype
         inbox = None if is_direct else self._buffers.take(bucket.numel * dtype.itemsize)
         views = bucket.views(bucket.flat_grads if inbox is None else inbox.view(dtype))
         pairs = [(grad, views[i]) for grad, i in zip(grads, params, strict=True)]
@@ -83,6 +83,7 @@ class Arrivals:
         if arrival.inbox is None:
             return
         bucket = arrival.bucket
+        bucket.widen_grads()
         grads = bucket.views(bucket.flat_grads)
         came = bucket.views(arrival.inbox.view(arrival.dtype))
         for i in arrival.params:

@@ -1,8 +1,8 @@
 """Parameters that travel together, and what the host holds of them.
 
 Words: a *master* is the host's copy of a parameter, in full precision, which the host's optimizer
-steps; `grads` is where the gradients arrive. Both lie flat, one parameter behind the other, so that
-a bucket is one stretch of memory for the bus and for the processor.
+steps; `flat_grads` is where the gradients arrive. Both lie flat, one parameter behind the other, so
+that a bucket is one stretch of memory for the bus and for the processor.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from pdt.offload.bus import Bus, Pair, Transfer
 class HostBucket:
     """`params` are on the device, all of one dtype; the rest of it is in the host's memory.
 
-    For numel parameters in 16 bits, stepped by AdamW, the host holds masters, gradients and two
-    states of 4 bytes each, and 2 bytes in which the parameters return.
+    For parameters in 16 bits, stepped by `HostAdamW`, the host holds 16 bytes each: masters and two
+    states of 4, gradients of 2, and 2 in which the parameters return. Where several backwards are
+    added up, or for another optimizer, gradients have 4.
     """
 
     def __init__(
@@ -39,10 +40,11 @@ class HostBucket:
         self.numel = sum(p.numel() for p in params)
         self.flat = bus.empty(self.numel, master_dtype)
         self.masters = [nn.Parameter(view) for view in self.views(self.flat)]
-        self._flat_grads = [bus.empty(self.numel, master_dtype)]
         self._bus = bus
         self.returns = self.flat if dtype == master_dtype else bus.empty(self.numel, dtype)
         self.optim = optimizer_class([{"params": self.masters}], **defaults)
+        takes_low = isinstance(self.optim, HostAdamW) and hasattr(self.flat, "grad_dtype")
+        self._flat_grads = [bus.empty(self.numel, dtype if takes_low else master_dtype)]
         self._returned = self.views(self.returns)
         if self.returns is not self.flat and isinstance(self.optim, HostAdamW):
             self.optim.copies = dict(zip(self.masters, self._returned, strict=True))
@@ -62,9 +64,18 @@ class HostBucket:
     def swap_grads(self) -> Tensor:
         """Let gradients arrive elsewhere from now on; returns where they have arrived until now."""
         if len(self._flat_grads) == 1:
-            self._flat_grads.append(self._bus.empty(self.numel, self.flat.dtype))
+            self._flat_grads.append(torch.empty(0))
         self._flat_grads.reverse()
-        return self._flat_grads[1]
+        arrived = self._flat_grads[1]
+        if self._flat_grads[0].dtype != arrived.dtype or not self._flat_grads[0].numel():
+            self._flat_grads[0] = self._bus.empty(self.numel, arrived.dtype)
+        return arrived
+
+    def widen_grads(self) -> None:
+        """Keep gradients in full precision from now on, for they are added up."""
+        if self.flat_grads.dtype != self.flat.dtype:
+            wide = self._bus.empty(self.numel, self.flat.dtype)
+            self._flat_grads[0] = wide.copy_(self.flat_grads)
 
     @property
     def host_tensors(self) -> list[Tensor]:
@@ -87,6 +98,8 @@ class HostBucket:
         elif _divides_itself(self.optim):
             self.optim.grad_scale = torch.tensor(scale) if scale != 1.0 else None  # type: ignore[attr-defined]
         for i in used:
+            if grads[i].dtype != self.masters[i].dtype:
+                self.masters[i].grad_dtype = None  # of any dtype
             self.masters[i].grad = grads[i]
         self.optim.step()
         for i in used:

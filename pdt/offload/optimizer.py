@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pdt.comm.norm import norm_over_ranks
+from pdt.comm.norm import norm_of, norm_over_ranks
 from pdt.measure.timeline import Span
 from pdt.offload.adam import HostAdamW
 from pdt.offload.bus import Bus
@@ -117,11 +117,11 @@ class OffloadedOptimizer(HostedOptimizer):
         `over_ranks`: the parameters are this rank's shards, and the norm that of all ranks of
         `group`, which all call it.
         """
-        grads = [grad for grad in self.grads() if grad.numel()]  # of none there is no largest
+        grads, host = self.grads(), torch.device("cpu")
         if over_ranks:
-            norm = norm_over_ranks(grads, norm_type, group, device=torch.device("cpu"))
+            norm = norm_over_ranks(grads, norm_type, group, device=host)
         else:
-            norm = torch.nn.utils.get_total_norm(grads, norm_type)
+            norm = norm_of(grads, norm_type, device=host)
         norm = norm / self._scale
         self._scale *= max(1.0, float(norm + 1e-6) / max_norm)
         return norm
