@@ -9,7 +9,8 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,6 +22,8 @@ from torch import Tensor
 from pdt.ddp.compress import PowerSGD, TopK
 from pdt.ddp.hooks import Hook, all_reduce_hook, bf16_hook, fp16_hook, fp32_sum_hook, noop_hook
 from pdt.model import PRESETS
+from pdt.offload import TensorFiles
+from pdt.offload.selective import MODES
 
 HOOKS: dict[str, Callable[[], Hook]] = {
     "none": lambda: all_reduce_hook,
@@ -99,6 +102,8 @@ def parse(strategies: Iterable[str], argv: list[str] | None = None) -> argparse.
     add("--dtype", choices=["float32", "float64", "bfloat16"], default="float32", help="of all")
     add("--comm-hook", choices=list(HOOKS), help="what the buckets of --strategy ddp send")
     add("--bucket-cap-mb", type=float, help="size of the buckets of --strategy ddp, in MiB")
+    add("--recompute", choices=MODES, default="none", help="what backward computes once more")
+    add("--states-folder", type=Path, help="of files for the states of --strategy offload")
     add("--eval-every", type=int, default=100, help="steps between two validations")
     add("--backend", choices=["auto", "gloo", "nccl"], default="auto", help="nccl: a GPU per rank")
     add("--link-latency", type=float, help="of an emulated link, in seconds")
@@ -116,7 +121,9 @@ def check(args: argparse.Namespace, world: World) -> None:
     if missing:
         fail(f"{' and '.join(missing)} not installed: pip install {' '.join(missing)}")
     if world.rank == 0:
-        _check_writable(args.out)
+        _check_writable("--out", args.out)
+    if args.states_folder:
+        _check_writable("--states-folder", args.states_folder)
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
@@ -141,6 +148,16 @@ def wrap_options(args: argparse.Namespace) -> dict[str, Any]:
     return said
 
 
+@contextmanager
+def optimizer_options(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """What was said of the optimizer, as its keyword arguments; files are this rank's own."""
+    if args.states_folder is None:
+        yield {}
+    else:
+        with TensorFiles(args.states_folder) as files:
+            yield {"files": files}
+
+
 def _check_ranks(args: argparse.Namespace, world: World) -> None:
     ranks, gpus = world.local_world_size, torch.cuda.device_count()
     if args.strategy == "single":
@@ -153,15 +170,17 @@ def _check_ranks(args: argparse.Namespace, world: World) -> None:
         fail(f"--strategy {args.strategy} needs ranks, start them by: {command}")
     if wrap_options(args) and args.strategy != "ddp":
         fail(f"--comm-hook and --bucket-cap-mb are for --strategy ddp, not {args.strategy}")
+    if args.states_folder and args.strategy != "offload":
+        fail(f"--states-folder is for --strategy offload, not {args.strategy}")
     if args.batch_size % world.world_size:
         fail(f"--batch-size {args.batch_size} is not a multiple of the {world.world_size} ranks")
     if world.backend == "nccl" and gpus < ranks:
         fail(f"--backend nccl needs a GPU per rank, here {gpus} for {ranks}: use --backend gloo")
 
 
-def _check_writable(folder: Path) -> None:
+def _check_writable(flag: str, folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        fail(f"--out {folder} cannot be written: {error.strerror}")
+        fail(f"{flag} {folder} cannot be written: {error.strerror}")

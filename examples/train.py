@@ -12,16 +12,26 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from options import World, check, fail, parse, world_from_environment, wrap_options
+from options import (
+    World,
+    check,
+    fail,
+    optimizer_options,
+    parse,
+    world_from_environment,
+    wrap_options,
+)
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from pdt.comm import Link, init
 from pdt.model import GPT, PRESETS, TextData
+from pdt.offload.selective import recompute_blocks
 from pdt.strategies import STRATEGIES
 
 
@@ -76,16 +86,24 @@ def validate(model: nn.Module, data: TextData, world: World, batch_size: int) ->
 
 def train(args: argparse.Namespace, data: TextData, world: World) -> list[Row]:
     """Trains by the chosen strategy and returns the loss curve."""
+    with optimizer_options(args) as options:
+        return run(args, data, world, options)
+
+
+def run(
+    args: argparse.Namespace, data: TextData, world: World, options: dict[str, Any]
+) -> list[Row]:
+    """As `train`, with these arguments for the optimizer."""
     from tqdm import tqdm
 
     strategy = STRATEGIES[args.strategy]
     gpt = GPT(PRESETS[args.preset], seed=args.seed)
-    gpt = gpt.to(world.device, getattr(torch, args.dtype))
+    gpt = recompute_blocks(gpt.to(world.device, getattr(torch, args.dtype)), args.recompute)
     try:
         model = strategy.wrap(gpt, **wrap_options(args))
     except ValueError as error:
         fail(str(error))
-    optimizer = strategy.optimizer(model.parameters(), lr=args.lr)
+    optimizer = strategy.optimizer(model.parameters(), lr=args.lr, **options)
     rows: list[Row] = []
     losses: list[Tensor] = []
     start_s = time.perf_counter()

@@ -20,7 +20,7 @@ from pdt.ddp import DDP
 from pdt.ddp.shared import SharedOptimizer, SharedParameters
 from pdt.ddp.shared_memory import slice_cuts
 from pdt.flat import ShardLayout, offsets
-from pdt.offload import OffloadedAdamW, bus_of
+from pdt.offload import OffloadedAdamW, TensorFiles, bus_of
 from pdt.zero import Zero1, Zero2, fully_shard
 from pdt.zero.calls import DIGEST_BITS
 from pdt.zero.update import short
@@ -170,11 +170,13 @@ def _zero(
     )
 
 
-def _offloaded(params: Iterable[nn.Parameter], *, lr: float) -> torch.optim.Optimizer:
+def _offloaded(
+    params: Iterable[nn.Parameter], *, lr: float, files: TensorFiles | None = None
+) -> torch.optim.Optimizer:
     """Stage 2, whose shards are stepped on the host: ZeRO-Offload's form for several devices."""
     params = list(params)
     bus = bus_of(params[0].device)
-    return Zero2(params, OffloadedAdamW, bus=bus, lr=lr)
+    return Zero2(params, OffloadedAdamW, bus=bus, files=files, lr=lr)
 
 
 def _offloaded_nbytes(model: nn.Module, n: int) -> dict[str, int]:

@@ -103,6 +103,22 @@ def test_ranks_train_as_one_process_does(
         assert losses(rows) == pytest.approx(losses(alone), rel=0, abs=1e-10)
 
 
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_what_is_recomputed_changes_nothing(tiny: list[str], mode: str) -> None:
+    flags = [*tiny, "--steps", "4"]
+    assert losses(train_in_world([*flags, "--recompute", mode])) == losses(train_in_world(flags))
+
+
+def test_states_in_files_change_nothing_and_are_gone(
+    tiny: list[str], pool: Callable[..., Any], tmp_path: Path
+) -> None:
+    flags = [*tiny, "--steps", "4", "--strategy", "offload"]
+    folder = tmp_path / "new" / "states"
+    in_files = pool(2).run(train_in_world, [*flags, "--states-folder", str(folder)], 2)
+    assert losses(in_files[0]) == losses(pool(2).run(train_in_world, flags, 2)[0])
+    assert list(folder.iterdir()) == []
+
+
 @pytest.mark.parametrize("hook", options.HOOKS)
 def test_ddp_trains_with_every_hook(tiny: list[str], pool: Callable[..., Any], hook: str) -> None:
     flags = [*tiny, "--steps", "4", "--strategy", "ddp", "--comm-hook", hook]
@@ -142,6 +158,8 @@ RANK_0_OF_2 = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_S
         ("--nonsense", {}, "unrecognized arguments: --nonsense"),
         ("--strategy naive", {}, "--strategy naive needs ranks, start them by: torchrun"),
         ("--strategy single", RANK_0_OF_2, "--strategy single is one process, not 2"),
+        ("--strategy ddp --states-folder x", RANK_0_OF_2, "is for --strategy offload, not ddp"),
+        ("--strategy offload --states-folder /proc/x", RANK_0_OF_2, "cannot be written"),
         ("--strategy naive --comm-hook bf16", RANK_0_OF_2, "are for --strategy ddp, not naive"),
         ("--strategy ddp --comm-hook zip", RANK_0_OF_2, "invalid choice: 'zip'"),
         ("--strategy ddp --bucket-cap-mb -1", RANK_0_OF_2, "must be 0 or more, got -1"),
