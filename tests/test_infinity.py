@@ -77,7 +77,7 @@ def test_intensities_are_operations_over_bytes_carried() -> None:
     layers, hidden, batch_size, seq_len, interval = 10, 512, 3, 128, 2
     numel = layers_numel(layers, hidden)
     operations = 2 * 4 * batch_size * seq_len * numel  # equation 7
-    # Twice loaded and loaded again for the second forward, and the gradient: 2 bytes each.
+    # 2 bytes each: loaded for forward, for its second run and for backward, and the gradient.
     assert operations / (4 * 2 * numel) == ait_of_parameters(seq_len, batch_size)
     assert operations / (2 * 16 * numel) == ait_of_states(seq_len, batch_size)
     carried = 2 * checkpoints_nbytes(batch_size, seq_len, layers, hidden, interval)

@@ -129,6 +129,7 @@ def test_late_groups_go_on_from_files(bus: Bus, files: TensorFiles) -> None:
             model.zero_grad()
             if step == 1:
                 optimizer.add_param_group({"params": [model.scale, model.hidden.weight]})
+    assert len(files.names()) == 2  # of the buckets that there are
     assert_same(*models)
 
 

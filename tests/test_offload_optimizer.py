@@ -16,6 +16,7 @@ from torch import nn
 from pdt.comm import Link
 from pdt.measure import Ledger
 from pdt.offload import Bus, HostAdamW, OffloadedAdamW, OffloadedOptimizer
+from pdt.offload.bus import Transfer
 
 SETTINGS = {"lr": 1e-2, "weight_decay": 0.1}
 
@@ -489,3 +490,52 @@ def test_gradients_in_16_bits_are_added_up_in_full_precision(bus: Bus, parts: in
     for param, exact in zip(model.parameters(), reference.parameters(), strict=True):
         master = optimizer.state[param]["master_param"]
         torch.testing.assert_close(master, exact.detach(), rtol=1e-5, atol=1e-6)
+
+
+class DeviceWaits(Bus):
+    """As on a GPU, `wait` holds up the device alone: what returns is read from the host's memory
+    when somebody asks for it, or with `arrive`, before the device computes."""
+
+    class Pending(Transfer):
+        def wait(self) -> None:
+            pass
+
+        def finish(self) -> None:
+            if not self.is_completed():
+                self.run()
+                self.end(0.0, 0.0)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pending: list[Transfer] = []
+
+    def to_device(self, pairs: Any, name: str = "parameters") -> Transfer:
+        self.pending.append(self.Pending(pairs, "to device", name))
+        return self.pending[-1]
+
+    def arrive(self) -> None:
+        for transfer in self.pending:
+            transfer.finish()
+        self.pending.clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("delay_after", [None, 0])
+def test_the_host_does_not_write_what_is_still_returning(
+    bus: Bus, dtype: torch.dtype, delay_after: int | None
+) -> None:
+    models = linear(dtype), linear(dtype)
+    with DeviceWaits() as device:
+        for model, over in zip(models, (device, bus), strict=True):
+            optimizer = OffloadedAdamW(
+                model.parameters(), bus=over, transfer_cap_mb=0.0, delay_after=delay_after, lr=0.1
+            )
+            for rows in range(1, 6):
+                device.arrive()
+                backward(model, rows)
+                optimizer.step()
+                optimizer._late.submit(int).result()  # the host has done its part
+            optimizer.synchronize()
+            device.arrive()
+    for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(a, b)

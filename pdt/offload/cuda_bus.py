@@ -57,15 +57,16 @@ class CudaBus(Bus):
     def _start(self, pairs: Sequence[Pair], direction: str, name: str) -> Transfer:
         check_pairs(pairs, direction, name)
         transfer, stream = CudaTransfer(pairs, direction, name), self._streams[direction]
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.no_grad(), torch.cuda.stream(stream):
-            transfer.began.record()
-            for source, target in pairs:
-                target.copy_(source, non_blocking=True)
-            transfer.ended.record()
-        self._note(transfer)
-        self._let_go(direction)
-        self._under_way[direction].append(transfer)
+        with self._lock:  # the host's thread may send too
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.no_grad(), torch.cuda.stream(stream):
+                transfer.began.record()
+                for source, target in pairs:
+                    target.copy_(source, non_blocking=True)
+                transfer.ended.record()
+            self._note(transfer)
+            self._let_go(direction)
+            self._under_way[direction].append(transfer)
         return transfer
 
     def _let_go(self, direction: str) -> None:

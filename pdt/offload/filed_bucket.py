@@ -195,3 +195,10 @@ def open_window(
     for bucket in filed:
         bucket._window, bucket._staging = window, staging
     return window
+
+
+def close_window(window: SwapWindow) -> None:
+    """Its buckets are used no more, and their files go."""
+    window.close()
+    for name in window.items:
+        window.files.delete(name).wait()

@@ -48,6 +48,7 @@ class HostBucket:
         self._returned = self.views(self.returns)
         if self.returns is not self.flat and isinstance(self.optim, HostAdamW):
             self.optim.copies = dict(zip(self.masters, self._returned, strict=True))
+        self._returning: Transfer | None = None  # which may be reading still
         self.came: set[int] = set()  # of what has arrived, or is under way, since the last step
         self.ready: set[int] = set()  # of what is complete on the device and has not left
         self.versions = [-1] * len(self.params)  # of the parameters as the host knows them
@@ -91,6 +92,7 @@ class HostBucket:
 
         Returns what is to be carried back.
         """
+        self._let_return()
         grads, used = self.views(flat_grads), sorted(used)
         self.optim.param_groups[0].update(settings)
         if scale != 1.0 and not _divides_itself(self.optim):
@@ -109,7 +111,14 @@ class HostBucket:
         return [(self._returned[i], self.params[i]) for i in used]
 
     def returning(self, transfer: Transfer) -> None:
-        """What `step` has given is being carried."""
+        """What `step` has given is being carried, and must not change meanwhile."""
+        self._returning = transfer
+
+    def _let_return(self) -> None:
+        """A device may have waited for it, and the host not."""
+        if self._returning is not None:
+            self._returning.finish()
+            self._returning = None
 
     @torch.no_grad()
     def follow(self, written: Sequence[int]) -> None:
@@ -117,6 +126,7 @@ class HostBucket:
         views = self.views(self._bus.empty(self.numel, self.params[0].dtype))
         pairs = [(self.params[i].detach(), views[i]) for i in written]
         self._bus.to_host(pairs, "parameters").wait()
+        self._let_return()
         for i in written:
             self._adopt(i, views[i])
             self.versions[i] = self.params[i]._version
@@ -146,6 +156,7 @@ class HostBucket:
     def set_state(self, i: int, state: Mapping[str, Any]) -> None:
         """Go on with this state. Its master counts as far as the device's parameter is that master
         rounded (see `follow`), for a plain optimizer keeps one from before and does not step it."""
+        self._let_return()
         master = self.masters[i]
         known = state.get("master_param")
         if isinstance(known, Tensor) and known.data_ptr() != master.data_ptr():

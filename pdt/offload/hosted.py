@@ -17,7 +17,7 @@ from pdt.offload.arrivals import Arrivals, written_by_others
 from pdt.offload.bus import Bus
 from pdt.offload.checks import check_plain, on_host
 from pdt.offload.cuda_bus import bus_of
-from pdt.offload.filed_bucket import FiledBucket, open_window
+from pdt.offload.filed_bucket import FiledBucket, close_window, open_window
 from pdt.offload.files import TensorFiles
 from pdt.offload.host_bucket import HostBucket
 from pdt.offload.host_buffers import HostBuffers
@@ -109,6 +109,8 @@ class HostedOptimizer(torch.optim.Optimizer):
         for index, group in enumerate(self.param_groups):
             self._make_buckets(index, group)
         if self._files is not None:
+            if self.window is not None:
+                close_window(self.window)
             self.window = open_window(self._files, self.buckets, self._buffers)
             self._planned, self._stepped = [], []
         for bucket in self.buckets:
