@@ -1,0 +1,6 @@
+"""One layer on several ranks: each holds a slice of its weight and computes with that."""
+
+from pdt.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from pdt.tensor_parallel.regions import copy_to_ranks, sum_over_ranks
+
+__all__ = ["ColumnParallelLinear", "RowParallelLinear", "copy_to_ranks", "sum_over_ranks"]
