@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdt.grade.walk_time import simulate
 from pdt.plan.infinity import (
     activation_working_nbytes,
     ait_of_checkpoints,
@@ -114,6 +115,11 @@ def test_a_long_walk_takes_item_s_each(read_s: float, use_s: float, write_s: flo
     assert n * each - 1e-6 <= total + k * each
     assert total <= n * each + read_s + use_s + write_s + 1e-6
     assert stall <= total - n * use_s + 1e-6
+
+
+@given(st.lists(st.tuples(SECONDS, SECONDS, SECONDS), max_size=10), st.integers(1, 6))
+def test_item_by_item_is_as_event_by_event(parts: list, k: int) -> None:
+    assert walk_s(parts, k) == pytest.approx(simulate(parts, k))
 
 
 def test_a_window_has_a_buffer() -> None:

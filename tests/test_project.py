@@ -23,7 +23,7 @@ PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGE = sorted((ROOT / "pdt").rglob("*.py"))
 
 # A file imports from levels below its own, or from a pure file of its own folder or, on level 0, of
-# its own level. The instruments and the techniques of ONE_THING are each one thing in several files:
+# its own level. The instruments and techniques of ONE_THING are each one thing in several files:
 # these may import each other, but not in a circle.
 LEVELS = {
     0: ("segment", "flat", "buckets", "listen", "measure", "model"),

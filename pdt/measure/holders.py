@@ -18,7 +18,7 @@ def with_inner(optimizers: list[Any]) -> list[Any]:
 
 
 def put_first(parameter: torch.Tensor, number: int) -> None:
-    """This hook before the others, which may take the gradient away."""
+    """This hook before the others."""
     hooks = parameter._post_accumulate_grad_hooks
     items = [(number, hooks[number]), *((k, v) for k, v in hooks.items() if k != number)]
     hooks.clear()  # torch goes through them in the order of insertion

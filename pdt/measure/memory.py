@@ -217,11 +217,13 @@ class Ledger:
             self._name_gradient(parameter)
 
     def _attach(self, models: list[nn.Module], optimizers: list[Any]) -> None:
+        offloads = any(hasattr(o, "host_tensors") for o in with_inner(self._optimizers))
         for parameter in (p for module in models for p in module.parameters()):
             if parameter.requires_grad and parameter.is_leaf:
                 hook = parameter.register_post_accumulate_grad_hook(self._name_gradient)
                 self._hooks.callback(hook.remove)
-                put_first(parameter, hook.id)
+                if offloads:  # it takes the gradient away in a hook of its own
+                    put_first(parameter, hook.id)
         inner = (o for o in with_inner(optimizers) if isinstance(o, torch.optim.Optimizer))
         for stepper in inner:
             # before the step the gradients are complete, after it the states are there

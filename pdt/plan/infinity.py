@@ -3,7 +3,8 @@
 Rajbhandari et al. 2021, ZeRO-Infinity, sections 3 and 4 (arXiv:2104.07857), whose numbers the
 equations here bear. Layers are transformer layers of `hidden_size` (hd), b samples of s tokens each
 run on a device, and `interval` (ci) is the number of layers between two activation checkpoints.
-Bytes are counted for Adam in mixed precision: 20 a parameter, for gradients are kept in 32 bits.
+Bytes are counted for Adam in mixed precision, 20 a parameter: 2 + 2 of parameter and gradient in 16
+bits; 4 each of master, gradient and two moments in 32.
 """
 
 from __future__ import annotations
