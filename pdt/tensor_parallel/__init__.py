@@ -2,5 +2,13 @@
 
 from pdt.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from pdt.tensor_parallel.regions import copy_to_ranks, sum_over_ranks
+from pdt.tensor_parallel.vocab import VocabParallelEmbedding, vocab_parallel_cross_entropy
 
-__all__ = ["ColumnParallelLinear", "RowParallelLinear", "copy_to_ranks", "sum_over_ranks"]
+__all__ = [
+    "ColumnParallelLinear",
+    "RowParallelLinear",
+    "VocabParallelEmbedding",
+    "copy_to_ranks",
+    "sum_over_ranks",
+    "vocab_parallel_cross_entropy",
+]
