@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from pdt.grade.fake_disk import ENDS, Crash, FakeDisk
 
 ROUND_TRIP, CRASH, DAMAGE, FULL = "round trip", "a crash at each call", "damage", "a full disk"
-MAX_CALLS = 60  # of one write, that are tried
+MAX_CALLS = 60  # of one write, in which it is tried
 
 
 def drive(learner: Callable[..., Any], kind: str, contents: list[str]) -> Any:
@@ -25,10 +26,10 @@ def _text(value: Any) -> str:
 
 
 def _read(learner: Callable[..., Any], disk: FakeDisk, name: str = "w") -> str:
-    """What a new process reads; the name of the error if it is none of the learner's business."""
+    """What a new process reads, or the name of the error that it gets."""
     try:
         return _text(learner(disk).read(name))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, LookupError, struct.error) as error:
         return type(error).__name__
 
 
@@ -47,7 +48,7 @@ def _crashes(learner: Callable[..., Any], contents: list[bytes]) -> list[Any]:
     """By call and end: what the next process reads, and after its own write; and the files."""
     old, new, third = contents
     seen: list[Any] = []
-    for call in range(MAX_CALLS):
+    for call in [*range(MAX_CALLS), None]:  # at last without a crash
         disk, is_over = _written(learner, old), True
         disk.crash_at, disk.calls = call, 0
         try:

@@ -1,7 +1,8 @@
 """Plain data between rank and grader: what the learner's code returns may not run code by itself.
 
-A rank lets pass only None, numbers, texts, bytes, dense tensors, and lists, tuples and dicts of
-them, each of exactly that type: an object with an `__eq__` of its own never reaches a comparison.
+A rank lets pass only None, numbers, texts, bytes (not b""), dense tensors, and lists, tuples and
+dicts of them, each of exactly that type: an object with an `__eq__` of its own never reaches a
+comparison.
 The grader reads them with torch's restricted unpickler.
 """
 

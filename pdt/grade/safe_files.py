@@ -36,10 +36,9 @@ def _of(run: Run, kind: str) -> tuple[Any, list[str]]:
 def _reads_back(run: Run) -> None:
     seen, contents = _of(run, ROUND_TRIP)
     for (now, later, _), content in zip(seen, [*contents, contents[-1]], strict=False):
+        wanted = f"the {len(content) // 2} bytes that were written"
         for found in (now, later):
-            expect(
-                found == content, f"the {len(content) // 2} bytes that were written", _short(found)
-            )
+            expect(found == content, wanted, _short(found))
 
 
 def _old_or_new(*ends: str) -> Callable[[Run], None]:

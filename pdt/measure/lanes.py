@@ -45,7 +45,7 @@ def timeline(ax: "Axes | None", timeline: "Timeline") -> "Axes":
 def _places(timeline: "Timeline") -> "dict[str, tuple[float, float]]":
     """Offset and height in its block of each lane: the usual ones, or those that are in use."""
     used = {span.lane for span in timeline.spans}
-    lanes = USUAL if used <= set(USUAL) else [x for x in LANES if x in used or x == "compute"]
+    lanes = USUAL if used <= set(USUAL) else [lane for lane in LANES if lane in used]
     heights = [_HEIGHTS.get(lane, 1.0) for lane in lanes]
     unit = (_BLOCK - _GAP * (len(lanes) - 1)) / sum(heights)
     places, offset = {}, 0.0
@@ -91,7 +91,8 @@ def _label(ax: "Axes", x: float, y: float, text: str, kind: str) -> None:
 
 def _hidden(timeline: "Timeline", rank: int) -> str:
     hidden, exposed = timeline.overlap()[rank], timeline.exposed()[rank]
-    return f"{hidden / (hidden + exposed):.0%}\nhidden" if hidden + exposed else ""
+    computes = any(span.rank == rank and span.lane == "compute" for span in timeline.spans)
+    return f"{hidden / (hidden + exposed):.0%}\nhidden" if computes and hidden + exposed else ""
 
 
 def _small(ax: "Axes", ha: str) -> dict[str, Any]:

@@ -32,7 +32,7 @@ def waits_for(schedule: Schedule, rank: int, action: Action) -> list[tuple[Done,
     return [*own, ((BACKWARD, microbatch, behind), (INPUT_GRAD, microbatch, behind))]
 
 
-def in_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
+def execution_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
     """The actions of all ranks, each after what it waits for, each rank's in its own order.
 
     Raises ValueError where they cannot be run: who waits for what.
@@ -87,7 +87,7 @@ def check(schedule: Schedule) -> None:
                     f"rank {rank} takes micro-batch {microbatch} through chunk {chunk} by "
                     f"{dict(kinds)}: one F is wanted, and one B, or one I and one W"
                 )
-    for _ in in_order(schedule):
+    for _ in execution_order(schedule):
         pass
 
 

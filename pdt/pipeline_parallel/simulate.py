@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pdt.measure.timeline import Span, Timeline
-from pdt.pipeline_parallel.order import in_order, waits_for
+from pdt.pipeline_parallel.order import execution_order, waits_for
 from pdt.pipeline_parallel.schedule import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Schedule
 
 KINDS = {FORWARD: "forward", BACKWARD: "backward", INPUT_GRAD: "backward", WEIGHT_GRAD: "weights"}
@@ -61,7 +61,7 @@ def simulate(schedule: Schedule, times: Times) -> Simulation:
     ends_s: dict[tuple[str, int, int], float] = {}
     free_s = [0.0] * schedule.num_ranks
     spans: list[Span] = []
-    for rank, action in in_order(schedule):
+    for rank, action in execution_order(schedule):
         start_s = free_s[rank]
         for ways in waits_for(schedule, rank, action):
             (made,) = [one for one in ways if one in ends_s]

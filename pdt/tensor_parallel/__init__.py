@@ -2,6 +2,12 @@
 
 from pdt.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from pdt.tensor_parallel.regions import copy_to_ranks, sum_over_ranks
+from pdt.tensor_parallel.sequence import (
+    gather_sequence,
+    own_part,
+    sum_and_split,
+    sum_partial_grads,
+)
 from pdt.tensor_parallel.vocab import VocabParallelEmbedding, vocab_parallel_cross_entropy
 
 __all__ = [
@@ -9,6 +15,10 @@ __all__ = [
     "RowParallelLinear",
     "VocabParallelEmbedding",
     "copy_to_ranks",
+    "gather_sequence",
+    "own_part",
+    "sum_and_split",
     "sum_over_ranks",
+    "sum_partial_grads",
     "vocab_parallel_cross_entropy",
 ]

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from pdt.comm.schedule import shard_numel
 from pdt.tensor_parallel.regions import Group, sum_over_ranks
+from pdt.tensor_parallel.sequence import sequence_column_parallel, sum_and_split
 
 
 def own_slice(numel: int, group: Group = None, *, multiple_of: int = 1) -> slice:
@@ -44,10 +45,19 @@ class ColumnParallelLinear(nn.Module):
     rank's part. `weight` is (out_features/t, in_features), `bias` (out_features/t,). In backward
     the gradient of the input is summed over the ranks, while that of the weight is computed: a
     collective of the input's size. `multiple_of` features stay together, such as those of a head.
+    With `sequence_dim`, the input is this rank's part of the tokens along it (see `sequence`).
     """
 
-    def __init__(self, linear: nn.Linear, *, group: Group = None, multiple_of: int = 1) -> None:
+    def __init__(
+        self,
+        linear: nn.Linear,
+        *,
+        group: Group = None,
+        multiple_of: int = 1,
+        sequence_dim: int | None = None,
+    ) -> None:
         super().__init__()
+        self.sequence_dim = sequence_dim
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.group = group
         self.features = own_slice(linear.out_features, group, multiple_of=multiple_of)
@@ -57,6 +67,9 @@ class ColumnParallelLinear(nn.Module):
             self.bias = _part(linear.bias, linear.bias.detach()[self.features])
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.sequence_dim is not None:
+            dim = self.sequence_dim
+            return sequence_column_parallel(x, self.weight, self.bias, dim, self.group)
         return _ColumnParallel.apply(x, self.weight, self.bias, self.group)
 
     def extra_repr(self) -> str:
@@ -69,11 +82,20 @@ class RowParallelLinear(nn.Module):
     The input (..., in_features/t) is this rank's part, as `ColumnParallelLinear` gives it, the
     output (..., out_features) the same on all ranks: a sum over them, a collective of its size.
     `weight` is (out_features, in_features/t); `bias` (out_features,) is on every rank, added once,
-    after the sum, and its gradient is whole on every rank.
+    after the sum, and its gradient is whole on every rank. With `sequence_dim`, the output is this
+    rank's part of the tokens along it, and the bias's gradient a term (see `sum_partial_grads`).
     """
 
-    def __init__(self, linear: nn.Linear, *, group: Group = None, multiple_of: int = 1) -> None:
+    def __init__(
+        self,
+        linear: nn.Linear,
+        *,
+        group: Group = None,
+        multiple_of: int = 1,
+        sequence_dim: int | None = None,
+    ) -> None:
         super().__init__()
+        self.sequence_dim = sequence_dim
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.group = group
         self.features = own_slice(linear.in_features, group, multiple_of=multiple_of)
@@ -81,7 +103,11 @@ class RowParallelLinear(nn.Module):
         self.bias = None if linear.bias is None else _part(linear.bias, linear.bias.detach())
 
     def forward(self, x: Tensor) -> Tensor:
-        y = sum_over_ranks(F.linear(x, self.weight), self.group)  # (..., out_features)
+        y = F.linear(x, self.weight)  # (..., out_features), a term
+        if self.sequence_dim is None:
+            y = sum_over_ranks(y, self.group)
+        else:
+            y = sum_and_split(y, self.sequence_dim, self.group)
         return y if self.bias is None else y + self.bias
 
     def extra_repr(self) -> str:
