@@ -23,11 +23,15 @@ from pdt.tensor_parallel.sequence import sequence_column_parallel, sum_and_split
 
 
 def own_slice(numel: int, group: Group = None, *, multiple_of: int = 1) -> slice:
-    """This rank's part of `numel` features, in whole multiples; the first ranks have one more.
+    """This rank's part of `numel` features (see `part_of`)."""
+    return part_of(numel, dist.get_rank(group), dist.get_world_size(group), multiple_of=multiple_of)
+
+
+def part_of(numel: int, rank: int, n: int, *, multiple_of: int = 1) -> slice:
+    """Of `numel` features the part of `rank`, in whole multiples; the first ranks have one more.
 
     Raises ValueError where `numel` is no such multiple, or where a rank would have nothing.
     """
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
     count, rest = divmod(numel, multiple_of)
     if rest or count < n:
         raise ValueError(
@@ -61,16 +65,13 @@ class ColumnParallelLinear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.group = group
         self.features = own_slice(linear.out_features, group, multiple_of=multiple_of)
-        self.weight = _part(linear.weight, linear.weight.detach()[self.features])
+        self.weight = own_param(linear.weight, linear.weight.detach()[self.features])
         self.bias = None
         if linear.bias is not None:
-            self.bias = _part(linear.bias, linear.bias.detach()[self.features])
+            self.bias = own_param(linear.bias, linear.bias.detach()[self.features])
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.sequence_dim is not None:
-            dim = self.sequence_dim
-            return sequence_column_parallel(x, self.weight, self.bias, dim, self.group)
-        return _ColumnParallel.apply(x, self.weight, self.bias, self.group)
+        return column_parallel(x, self.weight, self.bias, self.sequence_dim, self.group)
 
     def extra_repr(self) -> str:
         return _described(self)
@@ -99,8 +100,8 @@ class RowParallelLinear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.group = group
         self.features = own_slice(linear.in_features, group, multiple_of=multiple_of)
-        self.weight = _part(linear.weight, linear.weight.detach()[:, self.features])
-        self.bias = None if linear.bias is None else _part(linear.bias, linear.bias.detach())
+        self.weight = own_param(linear.weight, linear.weight.detach()[:, self.features])
+        self.bias = None if linear.bias is None else own_param(linear.bias, linear.bias.detach())
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.linear(x, self.weight)  # (..., out_features), a term
@@ -108,10 +109,26 @@ class RowParallelLinear(nn.Module):
             y = sum_over_ranks(y, self.group)
         else:
             y = sum_and_split(y, self.sequence_dim, self.group)
-        return y if self.bias is None else y + self.bias
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def extra_repr(self) -> str:
         return _described(self)
+
+
+def column_parallel(
+    x: Tensor, weight: Tensor, bias: Tensor | None, sequence_dim: int | None, group: Group
+) -> Tensor:
+    """`x` times this rank's `weight` (out/t, in); the gradient of `x` is summed over the ranks.
+
+    With `sequence_dim`, `x` is this rank's part of the tokens, and so is its gradient.
+    """
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind):  # backward has no autocast: cast where autograd sees it
+        dtype = torch.get_autocast_dtype(kind)
+        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    if sequence_dim is not None:
+        return sequence_column_parallel(x, weight, bias, sequence_dim, group)
+    return _ColumnParallel.apply(x, weight, bias, group)
 
 
 class _ColumnParallel(torch.autograd.Function):
@@ -140,7 +157,7 @@ class _ColumnParallel(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None
 
 
-def _part(param: Tensor, part: Tensor) -> nn.Parameter:
+def own_param(param: Tensor, part: Tensor) -> nn.Parameter:
     """Memory of its own, trained if `param` is."""
     return nn.Parameter(part.clone(memory_format=torch.contiguous_format), param.requires_grad)
 

@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from pdt.tensor_parallel.linear import own_slice
+from pdt.tensor_parallel.linear import own_param, own_slice
 from pdt.tensor_parallel.regions import Group, sum_over_ranks
+from pdt.tensor_parallel.sequence import sum_and_split
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -24,17 +25,24 @@ class VocabParallelEmbedding(nn.Module):
 
     The tokens (...,) are the same on all ranks, and so is the output (..., dim): a sum, in which
     all but one rank have zero for a token. Raises IndexError for a token that is none, on a CPU; on
-    a GPU, where that would wait for the device, its vector is zero.
+    a GPU, where that would wait for the device, its vector is zero. With `sequence_dim`, the output
+    is this rank's part of the tokens along it.
     """
 
-    def __init__(self, embedding: nn.Embedding, *, group: Group = None) -> None:
+    def __init__(
+        self,
+        embedding: nn.Embedding,
+        *,
+        group: Group = None,
+        sequence_dim: int | None = None,
+    ) -> None:
         super().__init__()
+        self.sequence_dim = sequence_dim
         if embedding.max_norm is not None or embedding.sparse:
             raise ValueError("max_norm and sparse gradients are not for a split embedding")
         self.num_embeddings, self.group = embedding.num_embeddings, group
         self.rows = own_slice(embedding.num_embeddings, group)
-        own = embedding.weight.detach()[self.rows].clone()
-        self.weight = nn.Parameter(own, embedding.weight.requires_grad)
+        self.weight = own_param(embedding.weight, embedding.weight.detach()[self.rows])
         padding = embedding.padding_idx
         is_own = padding is not None and self.rows.start <= padding < self.rows.stop
         self.padding_row = padding - self.rows.start if is_own else None  # gets no gradient
@@ -50,7 +58,10 @@ class VocabParallelEmbedding(nn.Module):
         is_here = (tokens >= self.rows.start) & (tokens < self.rows.stop)
         row = torch.where(is_here, tokens - self.rows.start, 0)
         found = F.embedding(row, self.weight, self.padding_row)
-        return sum_over_ranks(torch.where(is_here[..., None], found, 0.0), self.group)
+        found = torch.where(is_here[..., None], found, 0.0)  # (..., dim), a term
+        if self.sequence_dim is not None:
+            return sum_and_split(found, self.sequence_dim, self.group)
+        return sum_over_ranks(found, self.group)
 
 
 def vocab_parallel_cross_entropy(

@@ -52,7 +52,6 @@ class ShardedBucket:
             param.data = view
         self._addresses = [p.data_ptr() for p in self.params]
         self.shard_grad: Tensor | None = None
-        self._lent_mean: Tensor | None = None  # what `shard_grad` is, if it is of `scratch`
 
     @property
     def shard(self) -> Tensor:
@@ -95,30 +94,11 @@ class ShardedBucket:
 
         `flat_grad` is of `new_flat`, and given up; `scaled`: divided by the number of ranks.
         """
-        shard, inbox = self._take(self.layout.shard_numel), None
-        lent = [flat_grad]
+        shard, inbox = torch.empty_like(self.shard), None
         if sends_messages(flat_grad, self.group):
-            if self.world_size == 2:
-                inbox = shard  # the sum is written over the term that has arrived
-            else:
-                inbox = self._take((self.world_size - 1) * self.layout.shard_numel)
-                lent.append(inbox)
+            inbox = self._take((self.world_size - 1) * self.layout.shard_numel)
         started = start_reduce_scatter(shard, flat_grad, self.group, inbox=inbox)
-        return StartedReduce(self, shard, started, scaled, lent)
-
-    def add_mean(self, mean: Tensor) -> None:
-        """`shard_grad` holds `mean`, of `scratch`, or what was there and `mean`."""
-        if self.shard_grad is None:
-            self.shard_grad = self._lent_mean = mean
-            return
-        self.shard_grad = self.shard_grad.to(self.sum_dtype).add_(mean)
-        self.scratch.give(mean)
-
-    def forget_mean(self) -> None:
-        """`shard_grad` is None, and its memory that of whoever needs some."""
-        if self.shard_grad is not None and self.shard_grad is self._lent_mean:
-            self.scratch.give(self.shard_grad)
-        self.shard_grad = self._lent_mean = None
+        return StartedReduce(self, shard, started, scaled, [flat_grad, inbox])
 
     def _take(self, numel: int) -> Tensor:
         return self.scratch.take(numel, self.flat.dtype, self.flat.device)
@@ -137,7 +117,7 @@ class StartedReduce:
         shard: Tensor,
         started: Started,
         scaled: bool,
-        lent: Sequence[Tensor],
+        lent: Sequence[Tensor | None],
     ) -> None:
         self._bucket, self._shard, self._started, self._scaled = bucket, shard, started, scaled
         self._lent = lent
@@ -147,9 +127,11 @@ class StartedReduce:
         self._started.wait()
         bucket, lent, self._lent = self._bucket, self._lent, ()
         mean = self._shard if self._scaled else self._shard.div_(bucket.world_size)
-        bucket.add_mean(mean)
+        before = bucket.shard_grad
+        bucket.shard_grad = mean if before is None else before.to(bucket.sum_dtype).add_(mean)
         for buffer in lent:
-            bucket.scratch.give(buffer)
+            if buffer is not None:
+                bucket.scratch.give(buffer)
         return bucket
 
 

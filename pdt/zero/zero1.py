@@ -37,9 +37,8 @@ class Zero1(ShardedOptimizer):
     that dtype (torch.float32 for bf16 parameters). The parameters' memory becomes part of flat
     buffers; their strides stay. A parameter that is listed twice counts once; one that does not
     require a gradient has no state and no traffic in a step until it does. `keep_buffers` keeps the
-    buffers in which buckets are reduced from step to step, those of two or three buckets and of the
-    means: on a CPU, which pays for fresh memory page by page, a step is then faster. The means are
-    overwritten then by what comes after the step (in `Zero2`, after `zero_grad`).
+    buffers in which buckets are reduced from step to step, those of two or three buckets: on a CPU,
+    which pays for fresh memory page by page, a step is then faster.
 
     Raises ValueError, the same on every rank, when the ranks' parameters, groups or arguments
     differ; and for an optimizer that is not elementwise, and for two parameters in the same memory.
@@ -136,7 +135,7 @@ class Zero1(ShardedOptimizer):
 
     def _forget_means(self) -> None:
         for bucket in self.buckets:
-            bucket.forget_mean()
+            bucket.shard_grad = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's."""
