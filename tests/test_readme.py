@@ -112,3 +112,46 @@ def test_stage_3_s_peak_is_as_measured() -> None:
 def test_what_the_readme_links_to_exists() -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", README):
         assert (ROOT / target).exists(), target
+
+
+def span(values: list[float], form: str) -> str:
+    return f"{min(values):{form}} to {max(values):{form}}"
+
+
+def test_the_host_s_adamw_is_as_measured() -> None:
+    found = [row for row in rows("adam") if row["way"] == "one pass"]
+    one, two = ([row for row in found if row["threads"] == n] for n in (1, 2))
+    assert {row["numel"] for row in one} == {2**20, 2**22, 2**24, 2**26, 2**28}
+    shares = [[row["share"] for row in some] for some in (one, two)]
+    said = f"{span(shares[0], '.0%')} on 1 thread, {span(shares[1], '.0%')} on 2"
+    assert said in line("`HostAdamW`'s pass")
+    times = [[row["against it"] for row in some] for some in (one, two)]
+    said = f"{span(times[0], '.2f')} times as long on 1 thread, {span(times[1], '.2f')} on 2"
+    assert said in line("that pass, with a gradient scale")
+
+
+def test_offloading_is_as_measured() -> None:
+    found = {row["what"]: row for row in rows("offload")}
+    waited, pieces, end = (
+        found[f"step, {name}"]["step/bound"]
+        for name in (
+            "waited for in forward",
+            "during backward, in pieces",
+            "at the end, in one piece",
+        )
+    )
+    said = line("a step with states on the host")
+    assert f"{waited:.2f} times as long; {pieces:.2f} when the step waits" in said
+    assert f"{end:.2f} with everything at its end" in said
+    peaks = [found[f"memory, states in {place}"]["peak/formula"] for place in ("memory", "files")]
+    assert f"| {peaks[0]:.2f}, {peaks[1]:.2f} times |" in line("memory of a process that trains so")
+    assert all(peak == pytest.approx(1, abs=0.05) for peak in peaks)
+
+
+def test_files_are_as_fast_as_measured() -> None:
+    direct = [row for row in rows("nvme") if row["direct"]]
+    write, read = (
+        ", ".join(f"{row['times faster']:.1f}" for row in direct if row["what"] == what)
+        for what in ("write", "read")
+    )
+    assert f"written {write} times as fast, read {read} |" in line("tensors of 1, 4, 16, 64 MiB")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -193,7 +194,10 @@ class OffloadedOptimizer(HostedOptimizer):
         if updates:
             self._returns.wait_for_all()
         for update in updates:
-            self._returns.expect(update[0], self._returns.send(update))
+            send = partial(self._returns.send, update)
+            self._returns.expect(
+                update[0], self._late.submit(send) if self._waits_in_forward else send()
+            )
 
     def _and_return(self, bucket: HostBucket) -> Callable[[], Return]:
         update, send = self._update_of(bucket), self._returns.send

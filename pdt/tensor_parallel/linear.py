@@ -85,6 +85,7 @@ class RowParallelLinear(nn.Module):
     `weight` is (out_features, in_features/t); `bias` (out_features,) is on every rank, added once,
     after the sum, and its gradient is whole on every rank. With `sequence_dim`, the output is this
     rank's part of the tokens along it, and the bias's gradient a term (see `sum_partial_grads`).
+    Raises ValueError for an input that is not this rank's part.
     """
 
     def __init__(
@@ -104,6 +105,12 @@ class RowParallelLinear(nn.Module):
         self.bias = None if linear.bias is None else own_param(linear.bias, linear.bias.detach())
 
     def forward(self, x: Tensor) -> Tensor:
+        own = self.weight.shape[1]
+        if x.shape[-1] != own:
+            raise ValueError(
+                f"the input has {x.shape[-1]} features, this rank's part of {self.in_features} is "
+                f"{own}: give what a ColumnParallelLinear divided in the same way returns"
+            )
         y = F.linear(x, self.weight)  # (..., out_features), a term
         if self.sequence_dim is None:
             y = sum_over_ranks(y, self.group)
