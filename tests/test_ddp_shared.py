@@ -740,6 +740,7 @@ def dies_in_backward():
     time.sleep(30)
 
 
+@pytest.mark.slow
 def test_a_peer_that_dies_is_named_soon_and_leaves_nothing(capfd):
     before = set(os.listdir("/dev/shm")) if Path("/dev/shm").exists() else set()
     with Ranks(2, backend="gloo", timeout_s=20.0) as ranks:
@@ -758,6 +759,7 @@ def late(timeout_s):
     return message(lambda rank: model(torch.ones(1, 2)).sum().backward())
 
 
+@pytest.mark.slow
 def test_a_peer_that_does_not_come_is_named():
     with Ranks(3, backend="gloo", timeout_s=30.0) as ranks:
         said = ranks.run(late, 0.3)

@@ -182,6 +182,7 @@ def test_a_receive_that_nobody_sends_to_is_named(ranks):
     assert expected in error.text
 
 
+@pytest.mark.slow
 def test_a_rank_that_computes_is_not_called_deadlocked(ranks):
     def fn():
         if dist.get_rank() == 1:

@@ -90,6 +90,7 @@ def fitted_to(curve: str, largest: int) -> tuple[DataParallelStep, float]:
     return fitted, ratios[0] / ratios[1] - 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("curve", CURVES)
 @pytest.mark.parametrize("largest", [32, 64])
 def test_figure_9_at_256_gpus_follows_from_its_smaller_counts(curve: str, largest: int) -> None:
@@ -99,6 +100,7 @@ def test_figure_9_at_256_gpus_follows_from_its_smaller_counts(curve: str, larges
     assert fitted.noise > 0.1
 
 
+@pytest.mark.slow
 def test_figure_9_depends_on_the_points_where_a_curve_falls() -> None:
     """BERT over NCCL was slower on 16 GPUs than on 32, 64 and 128: no law of n does that.
 

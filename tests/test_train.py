@@ -119,6 +119,7 @@ def test_states_in_files_change_nothing_and_are_gone(
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hook", options.HOOKS)
 def test_ddp_trains_with_every_hook(tiny: list[str], pool: Callable[..., Any], hook: str) -> None:
     flags = [*tiny, "--steps", "4", "--strategy", "ddp", "--comm-hook", hook]

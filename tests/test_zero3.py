@@ -160,6 +160,7 @@ def test_equals_one_process(
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 @pytest.mark.parametrize("model_name", ["mlp", "cruel"])
 def test_prefetch_changes_no_bit(pool: Any, model_name: str, backend: str) -> None:

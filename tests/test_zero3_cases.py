@@ -519,6 +519,7 @@ def test_resident_parameters_stay_whole_and_equal(pool: Any) -> None:
 # Low precision
 
 
+@pytest.mark.slow
 def test_sums_in_fp32_do_not_stop_at_256(pool: Any) -> None:
     """torch: 256 with bf16 sums."""
 

@@ -633,6 +633,7 @@ def test_fp16_gradients_do_not_overflow_in_the_sum(pool: Any, stage: int) -> Non
     assert pool(2).run(run) == [[expected] * 2] * 2
 
 
+@pytest.mark.slow
 def test_three_hundred_bf16_gradients_of_one_are_three_hundred(pool: Any) -> None:
     """bf16 added to bf16 stays at 256, as DDP's `no_sync` of torch 2.13 does."""
 
@@ -1138,6 +1139,7 @@ def _any_use(make: Any, rank: int | None, n: int, seed: int) -> list[Tensor]:
     return [p.detach().clone() for p in (*params, anchor)]
 
 
+@pytest.mark.slow
 @STAGES
 @SIZES
 @pytest.mark.parametrize("cap", [0.0, 25.0])
