@@ -51,6 +51,7 @@ def _why_no_netns() -> str | None:
 
 
 MANY_RANKS = ("test_ddp", "test_zero", "test_offload_zero", "test_shm", "test_collectives")
+MANY_RANKS += ("test_pipeline",)
 
 
 def _is_large_world(item: pytest.Item) -> bool:

@@ -5,6 +5,9 @@ Words: the nodes of autograd's graph through which a gradient comes from the out
 node of `x @ w` is one. The first pass runs along the path and keeps what comes into the branches,
 the second goes on from there. The idea, and that of the groups, is Qi et al. 2024, section 2.1
 (arXiv:2401.10241), and torch/distributed/pipelining/_backward.py.
+
+A custom autograd.Function is one node: with an input on the path and a weight, its backward runs in
+both passes, and only torch's own operations skip the part that is not wanted.
 """
 
 from __future__ import annotations
@@ -18,9 +21,10 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 Root = tuple[GradientEdge, Tensor]  # where a gradient enters, and which
+Kept = dict[Node, tuple[Tensor | None, ...]]  # what came into a branch
 
 
-def backward(outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+def whole_backward(outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
     """Add the gradients of all leaves to their `.grad`: the stage's inputs and its weights."""
     if outputs:
         torch.autograd.backward(list(outputs), list(grads))
@@ -36,79 +40,90 @@ def input_grads(
     it does all the work. Where a parameter has a tensor hook, which would run twice, the first
     pass does all of it.
     """
+    filled = [_filled(*pair) for pair in zip(outputs, grads, strict=True)]
     if not inputs or not outputs:
-        return [None] * len(inputs), lambda: backward(outputs, grads)
+        return [None] * len(inputs), lambda: whole_backward(outputs, filled)
     graph = _Graph(outputs, inputs)
     if any(leaf._backward_hooks for leaf in graph.weights.values()):
-        backward(outputs, grads)
+        whole_backward(outputs, filled)
         return [x.grad for x in inputs], lambda: None
-    kept: dict[Node, tuple[Tensor | None, ...]] = {}
+    found, kept = _along_path(graph, outputs, filled, inputs)
+    off_path = [
+        (get_gradient_edge(output), grad)
+        for output, grad in zip(outputs, filled, strict=True)
+        if not graph.is_on_path(output)
+    ]
+    return found, lambda: _weight_grads(graph, kept, off_path)
+
+
+def _along_path(
+    graph: _Graph, outputs: Sequence[Tensor], grads: Sequence[Tensor], inputs: Sequence[Tensor]
+) -> tuple[list[Tensor | None], Kept]:
+    """The gradients of the inputs, and what came into each branch."""
+    pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if graph.is_on_path(o)]
+    if not pairs:
+        return [None] * len(inputs), {}
+    kept: Kept = {}
     handles = [node.register_prehook(_keeper(kept, node)) for node in graph.branches]
     try:
-        on_path = [(o, g) for o, g in zip(outputs, grads, strict=True) if graph.is_on_path(o)]
         found = torch.autograd.grad(
-            [output for output, _ in on_path],
+            [output for output, _ in pairs],
             list(inputs),
-            [_filled(*pair) for pair in on_path],
+            [grad for _, grad in pairs],
             retain_graph=True,
             allow_unused=True,
-        ) if on_path else [None] * len(inputs)
+        )
     finally:
         for handle in handles:
             handle.remove()
-    off_path = [
-        (get_gradient_edge(output), _filled(output, grad))
-        for output, grad in zip(outputs, grads, strict=True)
-        if not graph.is_on_path(output)
-    ]
-    return list(found), lambda: _weight_grads(graph, kept, off_path)
+    return list(found), kept
 
 
 def _filled(output: Tensor, grad: Tensor | None) -> Tensor:
     return torch.ones_like(output) if grad is None else grad
 
 
-def _keeper(kept: dict[Node, tuple[Tensor | None, ...]], node: Node) -> Callable[..., None]:
+def _keeper(kept: Kept, node: Node) -> Callable[..., None]:
     def keep(grads: tuple[Tensor | None, ...]) -> None:
         kept[node] = grads
 
     return keep
 
 
-def _weight_grads(
-    graph: _Graph, kept: dict[Node, tuple[Tensor | None, ...]], off_path: list[Root]
-) -> None:
+def _weight_grads(graph: _Graph, kept: Kept, off_path: list[Root]) -> None:
     weights: list[Tensor] = []
     grads: list[Tensor] = []
-    for nodes, branches, ends in graph.groups():
-        roots = [root for root in off_path if root[0].node in ends]
-        for branch in branches:
-            roots += [
-                (GradientEdge(branch, i), grad)
-                for i, grad in enumerate(kept.get(branch, ()))
-                if grad is not None
-            ]
-        if not roots:
-            continue
-        # From one branch a gradient may come to the next of the group by the path: it is in what
-        # was kept there already.
-        handles = [b.register_prehook(_giver(kept[b])) for b in branches if b in kept]
-        try:
-            found = torch.autograd.grad(
-                [edge for edge, _ in roots],
-                [GradientEdge(node, 0) for node in nodes],
-                [grad for _, grad in roots],
-                retain_graph=True,
-                allow_unused=True,
-            )
-        finally:
-            for handle in handles:
-                handle.remove()
-        there = [(graph.weights[n], g) for n, g in zip(nodes, found, strict=True) if g is not None]
+    for ends, branches, nodes in graph.groups():
+        roots = [root for root in off_path if root[0].node in nodes]
+        came = {branch: kept[branch] for branch in branches if branch in kept}
+        found = _from_branches(ends, came, roots)
+        there = [(graph.weights[n], g) for n, g in zip(ends, found, strict=True) if g is not None]
         weights += [weight for weight, _ in there]
         grads += [grad for _, grad in there]
     if weights:
         torch.autograd.backward(weights, grads)
+
+
+def _from_branches(ends: list[Node], came: Kept, roots: list[Root]) -> Sequence[Tensor | None]:
+    """The gradients of one group's weights, from what came into its branches and from `roots`."""
+    for branch, grads in came.items():
+        known = [(i, grad) for i, grad in enumerate(grads) if grad is not None]
+        roots = [*roots, *((GradientEdge(branch, i), grad) for i, grad in known)]
+    if not roots:
+        return [None] * len(ends)
+    # From one branch a gradient may come to the next by the path: it is in what came there already.
+    handles = [branch.register_prehook(_giver(grads)) for branch, grads in came.items()]
+    try:
+        return torch.autograd.grad(
+            [edge for edge, _ in roots],
+            [GradientEdge(node, 0) for node in ends],
+            [grad for _, grad in roots],
+            retain_graph=True,
+            allow_unused=True,
+        )
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _giver(grads: tuple[Tensor | None, ...]) -> Callable[..., Any]:
@@ -125,7 +140,7 @@ class _Graph:
         self._walk()
         self._path = self._reached_from(ends)
         self.weights: dict[Node, Tensor] = {
-            node: node.variable  # type: ignore[attr-defined]
+            node: node.variable
             for node in [*self._before, *self._roots]
             if hasattr(node, "variable") and node not in self._path
         }

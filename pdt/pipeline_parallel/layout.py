@@ -46,10 +46,11 @@ class Layout(NamedTuple):
 
 
 def tensors_of(values: Values) -> tuple[Tensor | None, ...]:
+    """A lone tensor as a tuple of one."""
     return values if isinstance(values, tuple) else (values,)
 
 
-def layout_of(values: object) -> Layout:
+def message_layout(values: object) -> Layout:
     """TypeError for what is neither a tensor nor a tuple of tensors and None."""
     items = values if isinstance(values, tuple) else (values,)
     if not items or not all(isinstance(item, Tensor | None) for item in items) or values is None:
@@ -79,6 +80,7 @@ def pack(layout: Layout) -> Tensor:
 
 
 def unpack(header: Tensor) -> Layout:
+    """What `pack` was given."""
     is_tuple, parts = json.loads(bytes(header.tolist()))
     return Layout(
         is_tuple,
@@ -88,5 +90,5 @@ def unpack(header: Tensor) -> Layout:
 
 def key_of(inputs: Sequence[Tensor | None], mode: str) -> int:
     """A number below 2**62 for all micro-batches that look alike and are run in the same mode."""
-    text = f"{mode} {layout_of(tuple(inputs))}"
+    text = f"{mode} {message_layout(tuple(inputs))}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2

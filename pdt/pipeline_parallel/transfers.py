@@ -58,7 +58,7 @@ class Transfers:
         self._arrived: dict[Key, Tensors] = {}
         self._sent: list[tuple[list[dist.Work], Tensors]] = []
         peers = [peer for peer in range(num_ranks) if peer != self.rank]
-        self._coming = {peer: deque(sent_by(schedule, peer, to=self.rank)) for peer in peers}
+        self._coming = {peer: deque(messages_of(schedule, peer, to=self.rank)) for peer in peers}
         self._posted: dict[int, deque[Posted]] = {peer: deque() for peer in peers}
 
     def layout(self, microbatch: int, stage: int) -> Layout:
@@ -67,7 +67,10 @@ class Transfers:
 
     def send_activation(self, microbatch: int, stage: int, tensors: Tensors, look: Layout) -> None:
         """Towards `stage`. ValueError when it looks otherwise than that of an equal input did."""
-        key, known = (stage, self.alike[microbatch]), self.layouts.get((stage, self.alike[microbatch]))
+        key, known = (
+            (stage, self.alike[microbatch]),
+            self.layouts.get((stage, self.alike[microbatch])),
+        )
         if known is not None and known != look:
             raise ValueError(
                 f"stage {stage - 1} returned {look} for micro-batch {microbatch}, and {known} for "
@@ -78,7 +81,9 @@ class Transfers:
         header = [] if known is not None else [pack(look).to(self.device)]
         self.layouts[key] = look
         peer = self.schedule.place(stage)[0]
-        self._send(peer, Key(ACTIVATION, microbatch, stage), tensors, header if peer != self.rank else [])
+        self._send(
+            peer, Key(ACTIVATION, microbatch, stage), tensors, header if peer != self.rank else []
+        )
 
     def send_gradient(self, microbatch: int, stage: int, tensors: Tensors) -> None:
         """Towards `stage`, which sent the activation; nothing if no tensor of it wants one."""
@@ -166,7 +171,7 @@ class Transfers:
         self._arrived[key] = boxes
 
 
-def sent_by(schedule: Schedule, rank: int, to: int) -> Iterator[Key]:
+def messages_of(schedule: Schedule, rank: int, to: int) -> Iterator[Key]:
     """The messages of `rank` to another rank, in the order in which it sends them."""
     for action in schedule.actions[rank]:
         if action.kind == WEIGHT_GRAD:
