@@ -193,6 +193,37 @@ def test_heads_that_cannot_be_divided_are_refused(args: Any, message: str) -> No
         divide_heads(*args)
 
 
+def _large_vocabulary() -> tuple[Tensor, Tensor, slice]:
+    from pdt.tensor_parallel import vocab_parallel_cross_entropy
+    from pdt.tensor_parallel.linear import own_slice
+
+    logits, targets, own = *words(), own_slice(50257)
+    mine = logits[:, own].clone().requires_grad_()
+    loss = vocab_parallel_cross_entropy(mine, targets, 50257, label_smoothing=0.1)
+    loss.backward()
+    assert mine.grad is not None
+    return loss.detach(), mine.grad, own
+
+
+def words() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    logits = 5 * torch.randn(3, 50257, dtype=torch.float64, generator=generator)
+    return logits, torch.tensor([0, 25128, 50256])  # both ends, and the last of rank 0
+
+
+def test_a_vocabulary_of_50257_has_no_padded_words(pool: Any) -> None:
+    logits, targets = words()
+    logits.requires_grad_()
+    loss = nn.functional.cross_entropy(logits, targets, label_smoothing=0.1)
+    loss.backward()
+    assert logits.grad is not None
+    found = pool(2).run(_large_vocabulary)
+    assert [own for *_, own in found] == [slice(0, 25129), slice(25129, 50257)]
+    for ours, grad, own in found:
+        torch.testing.assert_close(ours, loss.detach(), rtol=1e-12, atol=0)
+        torch.testing.assert_close(grad, logits.grad[:, own], rtol=1e-9, atol=1e-16)
+
+
 def _gathered_head() -> None:
     from pdt.tensor_parallel import vocab_parallel_cross_entropy
 
@@ -271,6 +302,30 @@ def make(unfused: bool, dropout: float = 0.3) -> GPT:
     return GPT(GPTConfig(17, 8, 2, 2, 8, dropout, unfused=unfused)).double()
 
 
+def _dropped_where(sequence: bool, unfused: bool) -> tuple[dict[str, Tensor], Tensor]:
+    model = parallelize(make(unfused, 0.5), sequence=sequence)
+    block, ones = model.blocks[0], torch.ones(2, 1, 8, 8, dtype=torch.float64)
+    torch.manual_seed(0)
+    found = {
+        "heads": block.attn.core(ones, ones, ones),
+        "embedding": model.dropout(ones),
+        "attention": block.attn.dropout(ones),
+        "mlp": block.mlp.dropout(ones),
+    }
+    return {name: out.detach() for name, out in found.items()}, torch.get_rng_state()
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("unfused", [False, True])
+def test_heads_and_divided_tokens_are_dropped_differently(
+    pool: Any, sequence: bool, unfused: bool
+) -> None:
+    (first, state), (second, other) = pool(2).run(_dropped_where, sequence, unfused)
+    alike = {name for name in first if torch.equal(first[name], second[name])}
+    assert alike == (set() if sequence else {"embedding", "attention", "mlp"})
+    assert torch.equal(state, other)
+
+
 def _checkpoints() -> dict[str, Callable[..., Any]]:
     from torch.utils.checkpoint import checkpoint as torchs
 
@@ -295,9 +350,14 @@ class _Again(nn.Module):
 
 
 def _dropped(how: str, sequence: bool, unfused: bool) -> tuple[float, list[Tensor], list[int]]:
+    from pdt.offload import recompute_blocks
+
     model = parallelize(make(unfused), sequence=sequence)
-    for i, block in enumerate(model.blocks):
-        model.blocks[i] = _Again(block, how)
+    if how == "selective":
+        recompute_blocks(model, how)
+    else:
+        for i, block in enumerate(model.blocks):
+            model.blocks[i] = _Again(block, how)
     tokens = synthetic_tokens(0, 2, 9, vocab_size=17)
     if dist.get_rank() == 0:
         torch.rand(3)
@@ -322,7 +382,7 @@ def test_recomputation_drops_the_same_again(pool: Any, sequence: bool, unfused: 
     (loss, first, replicated), (other_loss, second, _) = plain
     assert loss == other_loss
     assert all(torch.equal(first[i], second[i]) for i in replicated)
-    for how in ("pdt", "torch"):
+    for how in ("pdt", "torch", "selective"):
         for (loss, grads, _), (found, again, _) in zip(
             plain, pool(2).run(_dropped, how, sequence, unfused), strict=True
         ):

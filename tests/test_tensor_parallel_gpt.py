@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pdt.model import GPT, GPTConfig, synthetic_tokens
+from pdt.plan.formulas import activation_nbytes
 from pdt.tensor_parallel import ColumnParallelLinear, RowParallelLinear, parallelize
 
 WORLDS = [1, 2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
@@ -100,28 +101,36 @@ def test_equals_one_process_in_shared_memory(pool: Any, sequence: bool) -> None:
         assert found == pytest.approx(losses, rel=1e-10)
 
 
-def _by_itself(sequence: bool) -> tuple[float, Tensor, int]:
+def _in_groups(size: int, sequence: bool) -> tuple[float, Tensor, Tensor, int]:
     from pdt.comm import meter
 
-    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    model = parallelize(make(), groups[dist.get_rank()], sequence=sequence)
+    world = range(dist.get_world_size())
+    groups = [dist.new_group(list(world[first : first + size])) for first in world[::size]]
+    number = dist.get_rank() // size
+    model = parallelize(make(), groups[number], sequence=sequence)
     with meter() as m:
-        loss = model(*batch(dist.get_rank()))  # other data on each
+        loss = model(*batch(number))  # other data in each
         loss.backward()
         model.sum_partial_grads()
+        logits = model(batch(number)[0]).detach()
     assert model.wpe.weight.grad is not None
-    return loss.item(), model.wpe.weight.grad, sum(r.wire_nbytes for r in m.records)
+    return loss.item(), logits, model.wpe.weight.grad, sum(r.wire_nbytes for r in m.records)
 
 
 @pytest.mark.parametrize("sequence", [False, True])
-def test_only_the_group_is_asked(pool: Any, sequence: bool) -> None:
-    for rank, (found, grad, nbytes) in enumerate(pool(2).run(_by_itself, sequence)):
+@pytest.mark.parametrize(
+    ("size", "world_size"), [(1, 2), pytest.param(2, 4, marks=pytest.mark.slow)]
+)
+def test_only_the_group_is_asked(pool: Any, size: int, world_size: int, sequence: bool) -> None:
+    everybody = pool(world_size).run(_in_groups, size, sequence)
+    for rank, (found, logits, grad, nbytes) in enumerate(everybody):
         model = make()
-        loss = model(*batch(rank))
+        torch.testing.assert_close(logits, model(batch(rank // size)[0]).detach())
+        loss = model(*batch(rank // size))
         loss.backward()
         assert found == pytest.approx(loss.item(), rel=1e-12)
         torch.testing.assert_close(grad, model.wpe.weight.grad, rtol=1e-10, atol=1e-12)
-        assert nbytes == 0
+        assert (nbytes == 0) == (size == 1)
 
 
 def _replicas(sequence: bool) -> Any:
@@ -213,13 +222,14 @@ def test_with_the_sequence_divided_only_inputs_are_gathered_again(
         assert sums == [("all_reduce", 8 * partial)]
 
 
-def _kept(sequence: bool) -> int:
+def _kept(sequence: bool, recompute: str) -> int:
     from pdt.measure import SavedActivations
+    from pdt.offload import recompute_blocks
 
-    model = parallelize(make(unfused=True), sequence=sequence)
-    model.train()
-    block, tokens = model.blocks[0], T // 2 if sequence else T
-    x = torch.randn(B, tokens, D, dtype=torch.float64, requires_grad=True)
+    model = parallelize(make(dropout=0.1, unfused=True).bfloat16(), sequence=sequence)
+    block = recompute_blocks(model, recompute).blocks[0]
+    tokens = T // dist.get_world_size() if sequence else T
+    x = torch.randn(B, tokens, D, dtype=torch.bfloat16, requires_grad=True)
     with SavedActivations(block) as saved:
         out = block(x)
         nbytes = saved.nbytes
@@ -227,10 +237,16 @@ def _kept(sequence: bool) -> int:
     return nbytes
 
 
-def test_divided_tokens_halve_what_norms_keep_and_no_more_is_held(pool: Any) -> None:
-    whole, divided = pool(2).run(_kept, False)[0], pool(2).run(_kept, True)[0]
-    # what is whole without: two norms' inputs and outputs (B, T, D) and their statistics
-    assert whole - divided == 8 * B * (4 * T * D + 2 * 2 * T) // 2
+@pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_a_layer_keeps_what_korthikanti_count(pool: Any, n: int, recompute: str) -> None:
+    """sbh(10 + 24/t + 5as/ht), and sbh(34 + 5as/h)/t with the sequence divided (arXiv:2205.05198,
+    table 2), and the norms' statistics."""
+    sizes: dict[str, Any] = {"statistic_nbytes": 2, "recompute": recompute}
+    split = activation_nbytes(T, B, D, 4, tp_size=n, **sizes)
+    assert pool(n).run(_kept, False, recompute) == [split] * n
+    whole = activation_nbytes(T, B, D, 4, **sizes)
+    assert pool(n).run(_kept, True, recompute) == [whole / n] * n
 
 
 def _frozen() -> list[str]:

@@ -151,7 +151,8 @@ class ParallelGroupedAttention(GroupedAttention):
         )
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
-        """As one product, so that the gradient of x is summed once."""
+        """As one product, so that the gradient of x is summed once, while those of the weights are
+        made. The graph keeps a copy of the weights, side by side."""
         held = [(self.q.weight, self.q.bias), self._needed(self.k), self._needed(self.v)]
         weight = torch.cat([w for w, _ in held])
         biases = [b for _, b in held if b is not None]

@@ -2,7 +2,7 @@
 
 A step sums four times a layer over all ranks (B, T, D): behind the two row-parallel layers in
 forward, before the two column-parallel ones in backward. Each sum takes 2 BTD (t-1)/t elements
-a rank, a layer 8 BTD (t-1)/t (Narayanan et al. 2021, section 3.2, arXiv:2104.04473). The embedding,
+a rank, a layer 8 BTD (t-1)/t (Narayanan et al. 2021, section 3, arXiv:2104.04473). The embedding,
 in forward, and the head, in backward, have one more each; the loss sums 3 BT elements.
 
 With the sequence divided between the split layers, each sum is a reduce-scatter and an all-gather
@@ -135,4 +135,4 @@ class ParallelGPT(GPT):
         mlp.dropout = self._dropout_like(mlp.dropout)
 
     def _dropout_like(self, dropout: Dropout) -> Dropout:
-        return dropout
+        return OwnDropout(dropout.p, group=self.group) if self.sequence else dropout
