@@ -174,7 +174,7 @@ def saved_nbytes(block: Block, x: torch.Tensor) -> int:
 
 @pytest.mark.parametrize(("s", "b", "h", "a"), [(16, 2, 32, 4), (24, 3, 40, 5), (8, 1, 16, 2)])
 def test_unfused_block_saves_what_korthikanti_count(s: int, b: int, h: int, a: int) -> None:
-    """sbh(34 + 5as/h) (arXiv:2205.05198, equation 2) and the statistics of two norms."""
+    """sbh(34 + 5as/h) (arXiv:2205.05198, section 4.1) and the statistics of two norms."""
     config = GPTConfig(block_size=s, num_heads=a, hidden_size=h, dropout=0.1, unfused=True)
     block = Block(config).bfloat16()
     x = torch.randn(b, s, h, dtype=torch.bfloat16, requires_grad=True)
