@@ -63,7 +63,7 @@ def test_the_device_holds_two_tiles(num_tiles: int) -> None:
 
 
 def test_the_next_tile_travels_while_one_is_computed_with() -> None:
-    tile_s = 10e-3
+    tile_s = 50e-3
     with Bus(Link(0.0, 64 * 64 * 4 / tile_s)) as bus:
         layer = StreamedLinear(64, 256, bias=False, bus=bus, num_tiles=4)
         under_way = []

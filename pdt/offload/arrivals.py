@@ -38,11 +38,11 @@ class Arrivals:
         self._bus, self._buffers = bus, buffers  # of these come the inboxes
         self._under_way: deque[Arrival] = deque()
 
-    def send(self, bucket: HostBucket, params: Sequence[int] | None = None) -> None:
-        """Those of `params`, by default of all, which are complete; waits if the bus is behind."""
+    def send(self, bucket: HostBucket) -> None:
+        """All of a bucket, which are complete; waits while the bus is behind."""
         while len(self._under_way) >= UNDER_WAY:
             self._settle_oldest()
-        self._start(bucket, range(len(bucket.params)) if params is None else params)
+        self._start(bucket, range(len(bucket.params)))
 
     def send_rest(self, bucket: HostBucket) -> None:
         """What is left after the last backward. RuntimeError when it left before."""

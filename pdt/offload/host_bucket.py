@@ -95,10 +95,10 @@ class HostBucket:
         self._let_return()
         grads, used = self.views(flat_grads), sorted(used)
         self.optim.param_groups[0].update(settings)
-        if scale != 1.0 and not _divides_itself(self.optim):
-            flat_grads.div_(scale)
-        elif _divides_itself(self.optim):
+        if getattr(self.optim, "_step_supports_amp_scaling", False):  # divides as it reads them
             self.optim.grad_scale = torch.tensor(scale) if scale != 1.0 else None  # type: ignore[attr-defined]
+        elif scale != 1.0:
+            flat_grads.div_(scale)
         for i in used:
             if grads[i].dtype != self.masters[i].dtype:
                 self.masters[i].grad_dtype = None  # of any dtype
@@ -167,10 +167,3 @@ class HostBucket:
             self.optim.state[master] = kept
         else:
             self.optim.state.pop(master, None)
-
-
-def _divides_itself(optim: torch.optim.Optimizer) -> bool:
-    """Whether it divides gradients by its `grad_scale` as it reads them, as fused ones do."""
-    if isinstance(optim, HostAdamW):
-        return True
-    return bool(getattr(optim, "_step_supports_amp_scaling", False))

@@ -116,15 +116,19 @@ class OffloadedOptimizer(HostedOptimizer):
         """Clip as torch's, by what the next step divides by; returns the norm before, on the host.
 
         `over_ranks`: the parameters are this rank's shards, and the norm that of all ranks of
-        `group`, which all call it.
+        `group`, which all call it. A norm that is not finite clips nothing: skip that step. Raises
+        ValueError for a `max_norm` that is not above 0.
         """
+        if not max_norm > 0:
+            raise ValueError(f"max_norm={max_norm} must be above 0")
         grads, host = self.grads(), torch.device("cpu")
         if over_ranks:
             norm = norm_over_ranks(grads, norm_type, group, device=host)
         else:
             norm = norm_of(grads, norm_type, device=host)
         norm = norm / self._scale
-        self._scale *= max(1.0, float(norm + 1e-6) / max_norm)
+        if norm.isfinite():
+            self._scale *= max(1.0, float(norm + 1e-6) / max_norm)
         return norm
 
     # The step
@@ -195,9 +199,8 @@ class OffloadedOptimizer(HostedOptimizer):
             self._returns.wait_for_all()
         for update in updates:
             send = partial(self._returns.send, update)
-            self._returns.expect(
-                update[0], self._late.submit(send) if self._waits_in_forward else send()
-            )
+            coming = self._late.submit(send) if self._waits_in_forward else send()
+            self._returns.expect(update[0], coming)
 
     def _and_return(self, bucket: HostBucket) -> Callable[[], Return]:
         update, send = self._update_of(bucket), self._returns.send
